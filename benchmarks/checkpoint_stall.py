@@ -77,7 +77,7 @@ class Ours:
         self.saved.clear()
         begin_s = time.perf_counter()
         parts, pairs = self.buffer.place(self.parts(), self.states, CPU_COPIES.room)
-        copied = CPU_COPIES.down(pairs)
+        copied = CPU_COPIES.copy_to_host(pairs)
         stalled_s = time.perf_counter()
         self.writer.submit(step, parts, copied.wait)
         assert self.writer.flush(600)

@@ -265,7 +265,7 @@ def plan_of(facts: Any, case: Case) -> Any:
         plan = best_plan(request)
     if not case.splits:
         return plan
-    split = plan.each(split_last=case.micro_batches)
+    split = plan.with_each_pipeline(split_last=case.micro_batches)
     return Builder(request, MICRO_BATCH).promised(split)
 
 

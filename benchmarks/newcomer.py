@@ -119,7 +119,7 @@ class Run:
     def _answers(self, name: str, message: WorkSought | WorkOffered, *, shares: bool) -> list[WorkFound]:
         if not shares:
             return [WorkFound(key=message.key, data=b"")] if isinstance(message, WorkSought) else []
-        return [found for _, found in self.work.hear(name, message, {name}, time.monotonic())]
+        return [found for _, found in self.work.answer_worker(name, message, {name}, time.monotonic())]
 
     def stop(self) -> None:
         """Close the door."""

@@ -92,7 +92,7 @@ def train(
     history, spans = RunHistory(), list[Span]()
 
     def observe(event: RunEvent) -> None:
-        history.take(event)
+        history.add_event(event)
         if isinstance(event, GenerationStarted):
             plan = event.record.plan
             spans.append(Span(event.record.first_step, plan.stages, plan.replicas))

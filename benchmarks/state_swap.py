@@ -30,7 +30,7 @@ from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.transport import Group, connect_store
 from varuna.engine.copies.following import StateReceiver, StateSender
 from varuna.engine.stage.load_state import rest_of
-from varuna.engine.worker.state_transfer import exchange
+from varuna.engine.worker.state_transfer import exchange_states
 
 WORKERS, SECTIONS = 2, 4
 LATER_S = 0.03
@@ -54,7 +54,7 @@ def worker(rank: int, section_bytes: int, rounds: int, *, compresses: bool) -> N
             group.all_reduce(torch.zeros(1))
             time.sleep(rank * LATER_S)
             begin_s = time.monotonic()
-            exchange(group, transfers, rank, held)
+            exchange_states(group, transfers, rank, held)
             times_s[side].append(time.monotonic() - begin_s)
             if transfers is following:
                 follow(group, following, rank, held)

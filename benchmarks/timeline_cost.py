@@ -27,7 +27,7 @@ from varuna.testing import run
 
 MICRO_BATCHES = 64
 _NOTES = 100_000
-_take, _take_messages = RecentSteps.take, Runtime.take_messages
+_take, _take_messages = RecentSteps.add_step, Runtime.take_messages
 _spent_s: list[float] = []
 """Of both calls together, by step of any rank."""
 _gathering = threading.local()
@@ -67,7 +67,7 @@ MODES: dict[str, Mode] = {
 
 def _switch(mode: str) -> None:
     take, take_messages = MODES[mode]
-    setattr(RecentSteps, "take", take)  # noqa: B010 - mypy takes no assignment to a method
+    setattr(RecentSteps, "add_step", take)  # noqa: B010 - mypy takes no assignment to a method
     setattr(Runtime, "take_messages", take_messages)  # noqa: B010
 
 
@@ -112,7 +112,7 @@ def measure(blocks: int, steps: int) -> dict[str, list[float]]:
     try:
         run(script, workers=2, stages=2, bound_s=1000.0)
     finally:
-        setattr(RecentSteps, "take", _take)  # noqa: B010
+        setattr(RecentSteps, "add_step", _take)  # noqa: B010
         setattr(Runtime, "take_messages", _take_messages)  # noqa: B010
     return found
 

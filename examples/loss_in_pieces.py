@@ -46,7 +46,7 @@ class _InPieces(torch.autograd.Function):
 
 
 def loss_in_pieces(hidden: Tensor, weight: Tensor, targets: Tensor, length: int = LENGTH) -> Tensor:
-    """Losses of tokens, 0 where they are ignored, without all logits at once.
+    """Return the losses of tokens, 0 where they are ignored, without all logits at once.
 
     Args:
         hidden: what the head would get, (examples, tokens, width).

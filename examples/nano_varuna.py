@@ -24,10 +24,10 @@ takes as long, and B twice. On the last stage B follows F, and needs no R. If a 
 
 **The commit.** A step ends with a *vote*: each rank tells all others its losses, and which micro-batches its sums
 contain. Only a rank that has all votes may apply the step. So after a loss, either some survivor has them, and the
-others get them from it (COMMIT), or nobody has, and the step runs again (RETRY). Both ways all are at one step again.
+others get them from it (COMMIT), or none has, and the step runs again (RETRY). Both ways all are at one step again.
 
-**The morph**: rank 1 of plan 2x2 is killed, and three workers go on as 3x1. State moves only where it is missing, from
-whoever has it. With D = 1, each rank keeps a copy of the sections of the rank before it.
+**The morph**: rank 1 of plan 2x2 is killed, and three workers continue as 3x1. State moves only where it is missing,
+from a rank that has it. With D = 1, each rank keeps a copy of the sections of the rank before it.
 
     generation 1, plan 2x2                 generation 2, plan 3x1
     w0  rank 0  stage 0  sections 0 1 2    w0  rank 0  stage 0  sections 0 1, keeps 4 5    4 and 5 come from w3
@@ -35,8 +35,8 @@ whoever has it. With D = 1, each rank keeps a copy of the sections of the rank b
     w2  rank 2  stage 0  sections 0 1 2    w2  rank 1  stage 1  sections 2 3, keeps 0 1    3 comes from w3
     w3  rank 3  stage 1  sections 3 4 5    w3  rank 2  stage 2  sections 4 5, keeps 2 3    2 comes from w0
 
-**Left out**, and in the product: checkpoints on disk (here, a section that nobody has ends the run), a manager that may
-die, workers that join, machines that do not trust each other, GPUs, half precision, buffers that steps change, a short
+**Left out**, and in the product: checkpoints on disk (here, a section that no rank has ends the run), a manager that
+dies, workers that join, machines that do not trust each other, GPUs, half precision, buffers that steps change, a short
 last micro-batch, clipping, schedulers, and what survivors have already added up of a broken step.
 """
 
@@ -211,7 +211,7 @@ class Interrupted(Exception):
 
 @dataclass
 class Outcome:
-    """A whole run, for whoever looks at it afterwards. [testing.ranks]"""
+    """A whole run, to look at afterwards. [testing.ranks]"""
 
     losses: dict[int, float] = field(default_factory=dict)  # by step
     generations: list[tuple[str, int]] = field(default_factory=list)  # plan, and its first step
@@ -273,7 +273,7 @@ class Fleet:
         return None
 
     def settle(self) -> dict[str, Report]:
-        """After a loss: one verdict, which all survivors carry out; returns what they have then."""
+        """Decide on one verdict after a loss, which all survivors carry out; return what they have then."""
         applied, vote = decide(self.gather("report", WAIT_S))
         verdict = f"RETRY: step {applied} runs again" if vote is None else f"COMMIT: all apply step {applied - 1}"
         self._outcome.verdicts.append(verdict)
@@ -308,8 +308,8 @@ class Fleet:
         return {name: found[name] for name in names if name in self._pipes}
 
     def _hear(self) -> Iterator[tuple[str, str, Any]]:
-        """Answers that have come; whoever is gone or silent is lost."""
-        if time.monotonic() - self._listened_s > LEASE_S / 2:  # the manager itself was stopped: it blames nobody
+        """Yield answers that have come; a worker that is gone or silent is lost."""
+        if time.monotonic() - self._listened_s > LEASE_S / 2:  # the manager itself was stopped: it blames no worker
             self._heard_s.clear()
         names = {pipe: name for name, pipe in self._pipes.items()}
         for name in [names[pipe] for pipe in wait(list(names), BEAT_S) if isinstance(pipe, Connection)]:
@@ -329,7 +329,7 @@ class Fleet:
                 self._lose(name, f"it was silent for {LEASE_S:g} s")
 
     def _lose(self, name: str, why: str) -> None:
-        """Whoever is lost is killed first: it never comes back to send something."""
+        """Kill a lost worker first, so that it never comes back to send something; then forget it."""
         self._processes[name].kill()
         self._processes[name].join()
         self._pipes.pop(name).close()
@@ -450,7 +450,7 @@ class Worker:
         try:
             self._move_state()
             self.tell("ready")
-            self._take(("go",), "all ranks to have their state")  # until then nobody drops what others may need
+            self._take(("go",), "all ranks to have their state")  # until then no rank drops what others may need
             self._held = {k: state for k, state in self._held.items() if k in self._plan.held_by(self._rank)}
             if self._rank < self._plan.workers:
                 for step in range(self._applied, self.job.steps):
@@ -594,7 +594,7 @@ class Worker:
                 self._held[k].gradients[name].copy_(reduce(torch.add, [parts[user] for user in users]))
 
     def _keep(self, step: int) -> None:
-        """With D = 1, send the sums to the rank that keeps a copy of these sections, and take those of its own copies,
+        """Send the sums, if D = 1, to the rank that keeps a copy of these sections, and take those of its own copies,
         which the update changes, too. So copies are of the newest step, and no step is undone. The product sends state
         and sums, since another device may round otherwise. [engine.copies]
         """
@@ -607,7 +607,7 @@ class Worker:
 
     def _cast_vote(self, step: int) -> Vote:
         """Tell all ranks what this one has, and wait for theirs: who has all of it may apply the step. A rank votes
-        when its sums, and those that it keeps, are complete: once all have voted, applying the step needs nobody else.
+        when its sums, and those that it keeps, are complete: once all have voted, each can apply the step by itself.
         [Correctness-preserving morphing | core.vote, engine.pipeline.reduce]
         """
         plan, others = self._plan, [rank for rank in range(self._plan.workers) if rank != self._rank]
@@ -689,7 +689,7 @@ class Links:
         self.inbox = self.inbox_of(generation.number)
 
     def inbox_of(self, number: int) -> Inbox:
-        """Of a generation, which may be one that others have begun already."""
+        """Return the inbox of a generation, which others may have begun already."""
         return self._inboxes.setdefault(number, Inbox())
 
     def send(self, rank: int, key: Key, tensors: Batch) -> None:
@@ -826,7 +826,7 @@ def return_weight_too(graph: Graph) -> None:
 
 
 def cut(root: GraphModule, named: Mapping[str, str], values: Batch, wanted: int) -> tuple[Section, ...]:
-    """Cut a graph into at most so many sections, each with a module of its own. [partition.cut.split]"""
+    """Cut a graph into at most ``wanted`` sections, each with a module of its own. [partition.cut.split]"""
     learned = list[Node]()  # operations that depend on parameters
     for node in root.graph.nodes:
         if node.op == "call_function" and any(s in learned or s.name in named for s in node.all_input_nodes):
@@ -941,7 +941,7 @@ class SectionState:
             self._optimizer.step()
 
     def tensors(self) -> Batch:
-        """All that makes another copy equal to this one; those of the optimizer are ``parameter/key``."""
+        """Return all that makes another copy equal to this one; those of the optimizer are ``parameter/key``."""
         found: Batch = {**self._parameters}
         for name, parameter in self._parameters.items() if self._optimizer else ():
             found.update({f"{name}/{key}": value for key, value in self._optimizer.state[parameter].items()})
@@ -1032,7 +1032,7 @@ class Policy:
         return None
 
     def keeps(self, action: Action) -> bool:
-        """Whether its activations stay for B: those of R, and of an F if nothing can come between it and its B."""
+        """Return whether activations stay for B: those of R, and of an F if nothing comes between it and its B."""
         is_alone = self._is_last or self._limit == 1 or action.micro_batch == self._count - 1
         return action.kind == "R" or (action.kind == "F" and is_alone and action.micro_batch == self.backwards)
 

@@ -31,7 +31,7 @@ def build_model() -> nn.Module:
 
 
 def pack(documents: Sequence[Tensor], length: int) -> list[list[Tensor]]:
-    """Rows of at most ``length`` tokens; the longest documents first, each into the first row with room."""
+    """Pack documents into rows of at most ``length`` tokens; the longest first, each into the first row with room."""
     rows: list[list[Tensor]] = []
     for document in sorted(documents, key=len, reverse=True):
         row = next((row for row in rows if sum(map(len, row)) + len(document) <= length), None)
@@ -71,7 +71,7 @@ class Packed:
 
 
 def some_documents(count: int) -> list[Tensor]:
-    """Sequences that count upwards from a random number, of 3 to ``LENGTH`` tokens."""
+    """Return sequences that count upwards from a random number, of 3 to ``LENGTH`` tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(3, LENGTH, (count,), generator=generator)
     firsts = torch.randint(0, 256, (count,), generator=generator)

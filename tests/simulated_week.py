@@ -65,7 +65,7 @@ class Week:
         self._take(Notice(text=HOSTILE, warning=True))
 
     def _take(self, event: Any, after_s: float = 0.0) -> None:
-        self.chronicle.take(event, self._now_s + after_s)
+        self.chronicle.add_event(event, self._now_s + after_s)
 
     def _morph(self, step: int) -> None:
         old, self._plan = self._plan, plan_of(self._drawn.randrange(30, 51))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from varuna.core.plan import Plan
-from varuna.engine.aside.evaluate import EvaluationSums
+from varuna.engine.inference.evaluate import EvaluationSums
 from varuna.engine.pipeline.apply import overflowed
 from varuna.engine.worker.loop_state import Committed
 

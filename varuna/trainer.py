@@ -1,4 +1,16 @@
-"""The public interface: ``Trainer`` runs a script for one GPU on whatever devices there are."""
+"""The public interface: ``Trainer`` runs a script for one GPU on whatever devices there are.
+
+One turn of ``for step in trainer.steps(n)``, on every rank::
+
+    engine    runs and commits a step        -> Committed
+    Trainer   charts it, shows the options   -> Step, the same on all ranks but for is_main and step_s
+    script    its turn: the loop's body
+    Trainer   handed.check, samples.check    refuse what the body changed of what training reads
+              session.write                  options that it wrote -> all workers, from the next step on
+    engine    the next step ...
+
+After the last turn the script's own model gets the trained values.
+"""
 
 import math
 import os
@@ -18,10 +30,10 @@ from varuna.core.model import Memory, Network
 from varuna.core.precision import Precision
 from varuna.data.collate import CollateFunction
 from varuna.data.ramp import RampFunction
-from varuna.engine.aside.evaluate import evaluate
-from varuna.engine.aside.generate import generate
-from varuna.engine.aside.predict import predict
 from varuna.engine.graphs.compiled import compiler_of
+from varuna.engine.inference.evaluate import evaluate
+from varuna.engine.inference.generate import generate
+from varuna.engine.inference.predict import predict
 from varuna.engine.stage.job import Frozen
 from varuna.engine.stage.optimizer import BeforeStep, OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.export import export_model, spread_model
@@ -30,7 +42,6 @@ from varuna.engine.worker.loop_state import Committed, Kept
 from varuna.engine.worker.session import Session
 from varuna.job.adapter_export import export_adapter
 from varuna.job.arguments import check_number, check_whole, choose_device, refuse_unknown
-from varuna.job.aside import Aside
 from varuna.job.built import GivenModel, as_functions
 from varuna.job.charts import Tracker, charts_of
 from varuna.job.handed_functions import functions_of
@@ -38,13 +49,14 @@ from varuna.job.handed_over.loop_variables import say_begun_anew
 from varuna.job.handed_over.sample_watch import SampleWatch
 from varuna.job.handed_over.schedules import wholes
 from varuna.job.handed_over.watching import HandedOver
-from varuna.job.left_over import left_over
+from varuna.job.inference import Inference
 from varuna.job.options import Checkpoints, Collate, EmaFrom, Loss, OnNan, Publish, Weights
 from varuna.job.script_calls import calls_of
-from varuna.job.script_runner import offer
+from varuna.job.script_runner import offer_job
 from varuna.job.spec import JobSpec
 from varuna.job.speed import SpeedLines
 from varuna.job.training import Training, generators_of_script
+from varuna.job.unused_values import unused_values
 from varuna.membership.launched import at_end, failed, watch_exceptions
 from varuna.partition.after_step import AfterStep
 from varuna.partition.capture.capture import LossFunction, MetricsFunction
@@ -135,7 +147,7 @@ class Trainer:
                 cut where each is entered and nowhere else. Default: every place where few bytes cross.
             checkpoints: folder or URL (``s3://``, ``gs://``, ``az://``) to save to every 10 minutes, or
                 ``Checkpoints(path, every=, keep_last=, ...)``. The same command then resumes from it.
-            publish: ``Publish(path, every=, keep=)``: every so many steps the model, or of one of PEFT's the adapter,
+            publish: ``Publish(path, every=, keep=)``: every ``every`` steps the model, or of PEFT's the adapter,
                 appears in a folder as Hugging Face writes it, whole, for a server that watches it.
             state: what else is saved with each checkpoint and the same on all workers, by name: dicts, or objects with
                 ``state_dict()`` and ``load_state_dict(state)``, which the loop changes.
@@ -203,7 +215,7 @@ class Trainer:
             kept=state,
         )
         self._tells_speed = True  # without a manager, which does
-        self._aside, self._charts = Aside(self._spec), charts_of(self._spec)
+        self._inference, self._charts = Inference(self._spec), charts_of(self._spec)
 
     def steps(self, n: int | None = None, *, epochs: float | None = None) -> Iterator[Step]:
         """Train until the whole run has ``n`` steps, and yield each; a resumed run yields the steps that are left.
@@ -228,24 +240,28 @@ class Trainer:
         if self._training is not None:
             raise UsageError("trainer.steps(n) can be called once. Build another Trainer for another run.")
         handed = self._handed
-        handed.before_capture()
-        offer(self._spec, n)
+        capturing = handed.before_capture()
+        # a tool takes the job here, before guard() makes the script's own objects refuse to be used
+        offer_job(self._spec, n)
         self._given.guard()
         generators = generators_of_script()
-        self._training = training = Training(self._spec, n)
+        with capturing:
+            self._training = training = Training(self._spec, n)
         at_end(self._charts.close)
         speed = SpeedLines(n, self._spec.examples_before) if self._tells_speed and not training.is_managed else None
-        self._aside.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))
+        self._inference.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))
+        # before handed.begin(): what capture and the first reads leave behind is not the script's doing
         committed, samples = training.steps(), SampleWatch(self._spec.source)
         handed.begin()
         try:
+            # frame 1 of this generator is the function whose for statement asks for the next step: the script's
             for turn, step in enumerate(committed):
                 done = self._told(step)
                 if done.is_main and done.index and not turn:
                     say_begun_anew(done.index, sys._getframe(1), wholes(self._spec.kept))
                 if speed is not None and done.is_main:
-                    speed.take(done.index, done.loss)
-                self._charts.take(done.index, values_of(done), is_main=done.is_main)
+                    speed.add_step(done.index, done.loss)
+                self._charts.add_step(done.index, values_of(done), is_main=done.is_main)
                 with handed.script(training.session.options(), steps=done.index + 1):
                     yield done
                 handed.check(sys._getframe(1))
@@ -319,9 +335,9 @@ class Trainer:
         """
         self._check_average(ema)
         training = self._begun("evaluate(dataset)")
-        with self._handed.aside():
-            work = self._aside.evaluation(dataset, examples, step=training.session.newest_step, averaged=ema)
-            found = training.aside(partial(evaluate, work=work), f"evaluates {work.examples} examples")
+        with self._handed.unwatched():
+            work = self._inference.evaluation(dataset, examples, step=training.session.newest_step, averaged=ema)
+            found = training.run_between_steps(partial(evaluate, work=work), f"evaluates {work.examples} examples")
         return evaluation_of(found, work.examples)
 
     def predict(
@@ -347,10 +363,10 @@ class Trainer:
         """
         self._check_average(ema)
         training = self._begun("predict(dataset)")
-        with self._handed.aside():
+        with self._handed.unwatched():
             step = training.session.newest_step
-            work = self._aside.prediction(dataset, output, examples, step=step, averaged=ema)
-            return training.aside(partial(predict, work=work), f"predicts {work.examples} examples")
+            work = self._inference.prediction(dataset, output, examples, step=step, averaged=ema)
+            return training.run_between_steps(partial(predict, work=work), f"predicts {work.examples} examples")
 
     def generate(
         self,
@@ -371,7 +387,7 @@ class Trainer:
             prompts: token ids of each, such as ``tokenizer(["Once upon"])["input_ids"]``.
             max_new_tokens: for each prompt.
             temperature: of the choice of tokens, which depends on the seed and the step; 0: the likeliest each time.
-            top_k: choose among so many likeliest only.
+            top_k: choose among this many likeliest tokens only.
             eos_token_id: a text ends with this token.
             ema: as for ``evaluate``.
 
@@ -385,12 +401,12 @@ class Trainer:
         """
         self._check_average(ema)
         training = self._begun("generate(prompts, n)")
-        with self._handed.aside():
-            work = self._aside.continuation(
+        with self._handed.unwatched():
+            work = self._inference.continuation(
                 prompts, max_new_tokens, temperature=temperature, top_k=top_k, end=eos_token_id, averaged=ema
             )
             doing = f"generates {max_new_tokens} tokens for {len(work.texts)} prompts"
-            return training.aside(partial(generate, work=work), doing)
+            return training.run_between_steps(partial(generate, work=work), doing)
 
     def export(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
         """Write the model as safetensors under its own names. Call it on all ranks; the main one writes.
@@ -416,10 +432,10 @@ class Trainer:
             if spec.built.has_adapters:
                 export_adapter(generation, spec, Path(path), average=ema)
             else:
-                rest = partial(left_over, spec)
+                rest = partial(unused_values, spec)
                 export_model(generation, spec.partitioned, Path(path), spec.built.json, average=ema, left_over=rest)
 
-        with self._handed.aside():
+        with self._handed.unwatched():
             self._training.export(write, Path(path))
 
     @property
@@ -427,24 +443,24 @@ class Trainer:
         return None if self._training is None else self._training.session
 
     def _give_back(self) -> None:
-        """After the loop, a model that the script has built has the trained values on every worker."""
+        """Give a model that the script has built the trained values, on every worker, after the loop."""
         built, training, model = self._given.built, self._training, self._spec.partitioned
         self._handed.end()
         if built is None or training is None:
             return
         if training.session.current is None:
-            built.take(None)
+            built.take_values(None)
             return
         spread = partial(spread_model, model=model, wanted=partial(built.wants, model.changing))
-        if (values := training.aside(spread, "gets the trained model")) is not None:
-            built.take(values)
+        if (values := training.run_between_steps(spread, "gets the trained model")) is not None:
+            built.take_values(values)
 
     def _check_average(self, ema: bool) -> None:
         if ema and self._spec.ema is None:
             raise UsageError("ema=True needs an average: Trainer(..., ema=0.999)")
 
     def _whole_steps(self, n: int | None, epochs: float | None) -> int:
-        """Steps of the whole run."""
+        """Return the steps of the whole run."""
         if (n is None) == (epochs is None):
             raise UsageError("say one of the two: trainer.steps(1000) or trainer.steps(epochs=3)")
         if n is not None:

@@ -28,7 +28,7 @@ from benchmarks.timed import step_times
 from varuna.core.model import Network
 from varuna.engine.base.transport import Group
 from varuna.engine.stage.section import Examples
-from varuna.engine.stage.stage import Left, Results, Stage
+from varuna.engine.stage.stage import DeferredWeightGrad, Results, Stage
 from varuna.engine.stage.tape import Tape
 from varuna.engine.worker import generation
 from varuna.job.options import Collate
@@ -86,11 +86,13 @@ class Slept(Stage):
         self._sleep(BACKWARD, tapes[0].micro_batch, "B")
         return super().backward(tapes, gradients, section_done)
 
-    def input_backward(self, tapes: list[Tape], gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Left]]:
+    def input_backward(
+        self, tapes: list[Tape], gradients: dict[str, Tensor]
+    ) -> tuple[dict[str, Tensor], list[DeferredWeightGrad]]:
         self._sleep(INPUT, tapes[0].micro_batch, "B")
         return super().input_backward(tapes, gradients)
 
-    def weight_backward(self, left: list[Left], section_done: Callable[[int], None]) -> None:
+    def weight_backward(self, left: list[DeferredWeightGrad], section_done: Callable[[int], None]) -> None:
         self._sleep(BACKWARD - INPUT, left[0][1], "W")
         super().weight_backward(left, section_done)
 

@@ -17,7 +17,7 @@ import varuna
 
 
 class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """All windows of the text, and of what follows each of its bytes."""
+    """The windows of the text, each with what follows each of its bytes."""
 
     def __init__(self, length: int) -> None:
         text = bytearray("\n".join(topics.values()).encode())

@@ -37,7 +37,7 @@ class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def build(args: Namespace) -> nn.Module:
-    """A GPT-2 of the folder's shape, or of a new one."""
+    """Build a GPT-2 of the folder's shape, or of a new one."""
     if args.weights:
         return GPT2LMHeadModel(GPT2Config.from_pretrained(args.weights))
     heads = max(2, args.width // 64)

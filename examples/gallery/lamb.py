@@ -16,7 +16,7 @@ import varuna
 
 
 class Lamb(torch.optim.Optimizer):
-    """As NVIDIA's: gradients are divided by their norm over the whole model before the moments see them."""
+    """LAMB as NVIDIA's: gradients are divided by their norm over the whole model before the moments see them."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], lr: float, weight_decay: float = 0.01) -> None:
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": weight_decay})

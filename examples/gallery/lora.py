@@ -37,7 +37,7 @@ class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def build(base: str | None, rank: int) -> nn.Module:
-    """With ``base``, only its shape: each worker reads the values of its stage from the files."""
+    """Build the model; of a ``base`` only its shape: each worker reads the values of its stage from the files."""
     small: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
     config = LlamaConfig.from_pretrained(base) if base else LlamaConfig(vocab_size=256, hidden_size=128, **small)
     lora = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")

@@ -20,7 +20,7 @@ PAD, END, BYTES, IGNORED = 0, 1, 2, -100
 
 
 def docstrings(files: int) -> Iterator[tuple[str, str]]:
-    """(text, summary) of the functions and classes in the first files of the standard library."""
+    """Yield (text, summary) of the functions and classes in the first files of the standard library."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:files]:
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -30,7 +30,7 @@ def docstrings(files: int) -> Iterator[tuple[str, str]]:
 
 
 def row(text: str, length: int, fill: int) -> Tensor:
-    """A token for each byte, and one for the end."""
+    """Return a token for each byte, and one for the end."""
     tokens = [*(BYTES + byte for byte in text.encode()[: length - 1]), END]
     return torch.tensor([*tokens, *[fill] * (length - len(tokens))])
 

@@ -12,7 +12,7 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Flags that train.py and reference.py share: what decides the numbers."""
+    """Add the flags that train.py and reference.py share: what decides the numbers."""
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=160)
     parser.add_argument("--heads", type=int, default=5)
@@ -23,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def build_model(args: Namespace) -> torch.nn.Module:
-    """An unmodified GPT-2 with random weights."""
+    """Build an unmodified GPT-2 with random weights."""
     config = GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=args.length,

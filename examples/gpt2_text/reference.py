@@ -16,7 +16,7 @@ from text import TextDataset
 def train(
     model: torch.nn.Module, dataset: TextDataset, order: list[list[int]], learning_rate: float, chunk: int
 ) -> Iterator[float]:
-    """One AdamW step per entry of ``order``; yields each step's loss over all its target tokens."""
+    """Make an AdamW step per entry of ``order``; yield each step's loss over all its target tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     model.train()
     for samples in order:

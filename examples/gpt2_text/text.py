@@ -12,7 +12,7 @@ _SKIPPED = {"site-packages", "test", "tests", "idle_test", "__pycache__", "lib2t
 
 
 def read_standard_library(limit_bytes: int = 2_000_000) -> bytes:
-    """Sources in the order of their paths, joined and cut at ``limit_bytes``: the same for one interpreter."""
+    """Return sources in the order of their paths, joined and cut at ``limit_bytes``: the same for one interpreter."""
     root = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for path in sorted(root.rglob("*.py")):

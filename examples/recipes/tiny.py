@@ -27,7 +27,7 @@ WORDS = ["red", "green", "blue", "fast", "slow", "warm", "cold", "near", "far", 
 
 
 def tokenizer() -> Any:
-    """Bytes, and the marks of the template."""
+    """Make a tokenizer of bytes, and of the marks of the template."""
     marks = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<image>"]
     vocabulary = {each: at for at, each in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), *marks])}
     made = Tokenizer(models.BPE(vocabulary, []))

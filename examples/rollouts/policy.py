@@ -38,12 +38,12 @@ class Policy(nn.Module):
 
 
 def reward(state: Tensor, action: Tensor) -> Tensor:
-    """1 for the one action that is right in a state."""
+    """Return 1 for the one action that is right in a state."""
     return ((7 * state + 3) % STATES == action).float()
 
 
 def clipped_loss(log_probs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """PPO's: a sample that was made with an older policy counts by how much likelier its action has become."""
+    """Return PPO's loss: a sample of an older policy counts by how much likelier its action has become."""
     chosen = log_probs.gather(-1, batch["action"][:, None])[:, 0]
     ratio = (chosen - batch["log_prob"]).exp()
     advantage = batch["advantage"]

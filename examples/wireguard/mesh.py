@@ -36,7 +36,7 @@ class Host:
 
 
 def make_host(name: str, endpoint: str, inside: ipaddress.IPv4Address) -> Host:
-    """A host with a new key pair (Curve25519, in WireGuard's base64)."""
+    """Make a host with a new key pair (Curve25519, in WireGuard's base64)."""
     key = X25519PrivateKey.generate()
     private = key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
     public = key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
@@ -59,7 +59,7 @@ def configuration(host: Host, others: list[Host], network: ipaddress.IPv4Network
 
 
 def mesh(named: dict[str, str], network: ipaddress.IPv4Network, port: int) -> dict[str, str]:
-    """Host name -> configuration.
+    """Return host name -> configuration.
 
     Args:
         named: host name -> address that the others can reach; empty for a host that only calls.

@@ -25,7 +25,7 @@ from varuna.engine.links.traffic import traffic_of
 from varuna.engine.stage.cross_stage import StageExchange
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.snapshotter import Snapshotter
-from varuna.engine.worker.state_transfer import exchange
+from varuna.engine.worker.state_transfer import exchange_states
 from varuna.engine.worker.stored import initial_states
 from varuna.store.opening import open_store
 from varuna.testing.threads import run_all
@@ -127,7 +127,7 @@ def moves() -> Figures:
     groups, copies, before = connected(2), traffic_of(torch.device("cuda:0")).state, counted().pageable_reads
 
     def work(rank: int) -> None:
-        exchange(groups[rank], transfers, rank, {} if rank else held, copies=copies)
+        exchange_states(groups[rank], transfers, rank, {} if rank else held, copies=copies)
 
     run_all([partial(work, rank) for rank in range(2)])
     return {"pinned": counted().peak_pinned_bytes, "pageable reads": counted().pageable_reads - before}

@@ -7,7 +7,7 @@ import pytest
 from tests.scenarios import warm
 from tests.scenarios.launch import Alone, losses_alone
 from varuna.job.model_config import Configured
-from varuna.job.shared_capture import same
+from varuna.job.shared_capture import is_same
 from varuna.partition.model import PartitionedModel
 
 _LONGEST = (
@@ -55,7 +55,7 @@ def one_capture() -> Iterator[None]:
         given: object, capture: Callable[[], PartitionedModel], *, built: Configured, key: object
     ) -> PartitionedModel:
         for known, configured, model in found:
-            if same(known, given):
+            if is_same(known, given):
                 built.json, built.has_adapters = configured.json, configured.has_adapters
                 return model
         found.append((given, built, capture()))

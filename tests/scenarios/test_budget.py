@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.scenarios.launch import Alone, varuna
 from varuna.fleet.page.costs import Meter
-from varuna.fleet.run_folder.past_events import PastStep, carried, events_and_steps
+from varuna.fleet.run_folder.past_events import PastStep, events_and_steps, used_before
 from varuna.fleet.state.run_events import RunEnded
 
 pytestmark = pytest.mark.timeout(300)
@@ -48,10 +48,10 @@ def test_a_run_ends_within_its_budget_and_goes_on_with_a_larger_one(tmp_path: Pa
 
 def _spent(run_dir: Path) -> float:
     """Dollars, by all starts in a folder."""
-    meter = Meter(carried(run_dir))
+    meter = Meter(used_before(run_dir))
     for time_s, event in events_and_steps(run_dir):
         if not isinstance(event, PastStep):
-            meter.take(event, time_s)
+            meter.add_event(event, time_s)
     cost = meter.cost(0.0)
     assert cost is not None
     return cost.spent

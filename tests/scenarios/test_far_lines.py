@@ -37,7 +37,7 @@ def test_both_ends_of_a_connection_and_a_relay_bear_losses_of_a_far_line() -> No
             lines = [(_usual(hosts.inside("there", _call)), _usual(listener.accept()[0])) for _ in range(3)]
         (near, far), (one, joined), (other, with_it) = lines
         relay, ends = JoinedLines(lambda text: None), [Connection(near, "far"), Connection(far, "near")]
-        relay.join(joined, with_it)
+        relay.join_connections(joined, with_it)
         assert [_control_of(each) for each in (near, far, joined, with_it)] == [b"bbr"] * 4
         for end in ends:
             end.end()

@@ -28,7 +28,7 @@ from tests.scenarios.launch import (
 )
 from tests.scenarios.warm import Process
 from tests.waiting import wait_for
-from varuna.checkpoint.manifest import look
+from varuna.checkpoint.manifest import find_step
 from varuna.checkpoint.saved_sums import labels_in, whole_micro_batches
 from varuna.store.folder import FolderStore
 
@@ -294,7 +294,7 @@ def _lost_in_step(step: int, command: list[str], folder: Path) -> str:
 
 
 def _saved(store: FolderStore, step: int) -> int:
-    labels = [label for label in labels_in(store, look(store, step)).values() if label is not None]
+    labels = [label for label in labels_in(store, find_step(store, step)).values() if label is not None]
     return whole_micro_batches(labels)[0] if len({label.sums.section for label in labels}) == LAYERS + 2 else 0
 
 

@@ -16,7 +16,7 @@ from tests.unit.extras.pictures.test_chrome_trace import check_format
 from tests.waiting import wait_for
 from varuna.core.times import StepTimeline
 from varuna.extras.pictures.step_picture import simulation_of
-from varuna.fleet.manager.step_split import split_waits
+from varuna.fleet.manager.step_desk import split_waits
 from varuna.fleet.run_folder.timelines import kept_steps, read_timeline
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]

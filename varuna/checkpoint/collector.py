@@ -20,9 +20,9 @@ class Gathered(NamedTuple):
 
     step: int
     parts: int
-    """That are in the store."""
+    """parts that are in the store"""
     of: int | None
-    """Parts of the whole checkpoint; None before each section has told how many it has."""
+    """parts of the whole checkpoint; None before each section has told how many it has"""
 
 
 class Collector:
@@ -52,7 +52,7 @@ class Collector:
             self._oldest, self._complete, self._pending = generation, first_step - 1, {}
 
     def passed(self, step: int) -> int:
-        """A checkpoint of ``step`` exists: reports on it, or on an earlier one, are dropped from now on.
+        """Note that a checkpoint of ``step`` exists: reports on it, or on earlier ones, are dropped from now on.
 
         Workers save in step order, so what is missing of earlier ones was skipped and will not come.
 
@@ -64,7 +64,7 @@ class Collector:
         return sum(len(self._pending.pop(key)) for key in over)
 
     def add(self, shard: SavedShard) -> Manifest | None:
-        """Note a shard; returns the manifest if its step is complete now, which counts once it is told ``passed``.
+        """Note a shard; return the manifest if its step is complete now, which counts once it is told ``passed``.
 
         Dropped are shards of older generations, and of steps that have passed.
 
@@ -74,8 +74,10 @@ class Collector:
         self._check(shard)
         if shard.generation < self._oldest or shard.step <= self._complete:
             return None
+        # Of one generation only: parts of a section are cut for its holders, whose number a morph changes.
         key = (shard.generation, shard.step)
         shards = self._pending.setdefault(key, {})
+        # The first report counts: after a morph, a survivor may write a part that the lost worker had finished.
         shards.setdefault((shard.section, shard.part), shard)
         sections = len(self._job.model.sections)
         parts = {found.section: found.parts for found in shards.values()}
@@ -93,6 +95,7 @@ class Collector:
         """Return the progress of the newest unfinished checkpoint; None if none is under way."""
         if not self._pending:
             return None
+        # The newest step first, and of one step the newest generation.
         generation, step = max(self._pending, key=lambda key: (key[1], key[0]))
         shards = self._pending[generation, step].values()
         parts = {shard.section: shard.parts for shard in shards}
@@ -100,7 +103,7 @@ class Collector:
         return Gathered(step, len(shards), sum(parts.values()) if is_known else None)
 
     def _manifest(self, newest: SavedShard, shards: Sequence[SavedShard]) -> Manifest:
-        """The manifest of shards that are complete."""
+        """Make the manifest of shards that are complete."""
         return Manifest(
             run_id=self._run_id,
             writer=self._writer,

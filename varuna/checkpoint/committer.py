@@ -1,5 +1,17 @@
 """The committer turns shards into checkpoints: one per run, beside the manager or rank 0, on a thread of its own.
 
+    any thread              thread "commit", one piece of work after another
+    begin, collect  ----->  collector: are all parts of one step and generation there?
+                              | yes: a manifest
+                            is the lease still this run's?  -- no --> error, nothing is written
+                              |
+                            commit: the manifest is written last; from here on it is a checkpoint
+                              |
+                            look at it in the store  -- damaged --> marked; an older one counts
+                              |
+    committed(step) <-----  told; then older ones are removed
+    thread "lease": a beat every 5 s; without one for 20 s, another run may claim the directory
+
 Whatever goes wrong costs a checkpoint and is said aloud; neither training nor later checkpoints end with it.
 """
 
@@ -16,8 +28,8 @@ from varuna.checkpoint.manifest import (
     Manifest,
     check_compatible,
     commit,
+    find_step,
     intact,
-    look,
     mark_damaged,
     newest_intact,
     survey,
@@ -37,7 +49,7 @@ from varuna.store.retry import impatient, writer_id
 
 
 def keep_configuration(store: Store, config: str) -> str:
-    """Write it, unless somebody else's file is there; returns a warning, or None.
+    """Write the configuration, unless another program's file is there; return a warning, or "".
 
     Raises:
         StoreError: the store cannot be used.
@@ -71,7 +83,7 @@ SETTLE_BOUND_S = 120.0
 SHOWN_AGAIN_S, DOUBTED_S = 5.0, 300.0
 """Between two looks at a store that does not show what this run has committed, and for how long damage is doubted."""
 _LOOK_S = 30.0
-"""A store has so long to show what was just committed."""
+"""Most seconds for a store to show what was just committed."""
 
 
 class CheckpointCommitter:
@@ -127,31 +139,33 @@ class CheckpointCommitter:
             start(name, target)
 
     def newest(self, *, waits: bool = True) -> tuple[Manifest, list[str]] | None:
-        """The newest checkpoint that can be used, and warnings about newer ones; None before the first.
+        """Return the newest checkpoint that can be used, and warnings about newer ones; None before the first.
 
         A store that shows nothing of what this run has committed (a mount that went away, a listing that lags) is
         waited for like one that does not answer: the run would go back for nothing, to step 0 perhaps. One in which
-        nothing is intact any more gets ``DOUBTED_S``: it may err. With ``waits`` false, nobody needs the state, and the
-        next call looks for the same one.
+        nothing is intact any more gets ``DOUBTED_S``: it may err. With ``waits`` false, the state is not needed, and
+        the next call looks for the same one.
 
         Raises:
             CheckpointError: none is intact, or the newest is of another job.
         """
-        self.settle()
+        self.wait_until_settled()
         self._is_unneeded.clear()
         deadline_s, is_told = time.monotonic() + DOUBTED_S, False
-        found, doubt = self._look(deadline_s)
+        found, doubt = self._scan_store(deadline_s)
         while doubt and waits and not self._is_unneeded.is_set():
             if not is_told:
                 self._warn(doubt)
                 is_told = True
             self._is_unneeded.wait(SHOWN_AGAIN_S)
-            found, doubt = self._look(deadline_s)
+            found, doubt = self._scan_store(deadline_s)
         if found is not None:
             check_compatible(found[0], self._job)
             if found[0].run_id != self._run_id:
+                # The run of the checkpoint continues: manifests of one run have one id.
                 self._run_id = found[0].run_id
                 self._collector = self._new_collector()
+            # The run begins there again, so shards of this step and of earlier ones that still come are late.
             self._collector.passed(found[0].step)
         with self._changed:
             newest = -1 if found is None else found[0].step
@@ -164,28 +178,28 @@ class CheckpointCommitter:
         return found
 
     def stop_waiting(self) -> None:
-        """Let ``newest`` return what the store shows, since nobody needs more; any thread may call it."""
+        """Let ``newest`` return what the store shows, since no more is needed; any thread may call it."""
         self._is_unneeded.set()
 
-    def _look(self, deadline_s: float) -> tuple[tuple[Manifest, list[str]] | None, str]:
+    def _scan_store(self, deadline_s: float) -> tuple[tuple[Manifest, list[str]] | None, str]:
         """Return what the store shows now, and why to look again; empty: there is no reason."""
         try:
             found = newest_intact(self.store)
         except DamagedCheckpoint as error:
             step = self.committed_step
             is_over = self._closed.is_set() or time.monotonic() > deadline_s
-            if step < 0 or is_over or self._job.rescues or look(self.store, step).is_damaged:
+            if step < 0 or is_over or self._job.rescues or find_step(self.store, step).is_damaged:
                 raise
             return None, f"{error} This run has committed it, so the store is looked at for five minutes: it may err."
         return found, self._hidden() if self._hides(found) else ""
 
     def _hides(self, found: tuple[Manifest, list[str]] | None) -> bool:
-        """Whether the store has lost sight of the newest checkpoint of this run: damage it would show."""
+        """Return whether the store has lost sight of the newest checkpoint of this run: damage it would show."""
         step = self.committed_step
         if (-1 if found is None else found[0].step) >= step or self._job.rescues or self._closed.is_set():
             return False
         try:
-            intact(self.store, look(self.store, step))
+            intact(self.store, find_step(self.store, step))
         except DamagedCheckpoint:
             return False
         except ObjectMissing:
@@ -203,7 +217,7 @@ class CheckpointCommitter:
     def sums_after(self, manifest: Manifest) -> StoredSums | None:
         """Find sums of the step after a checkpoint; None: there are none, or they cannot be read, which costs time."""
         try:
-            return find_sums(self.store, look(self.store, manifest.step), self._job)
+            return find_sums(self.store, find_step(self.store, manifest.step), self._job)
         except CheckpointError as error:
             self._warn(f"what was saved during step {manifest.step} cannot be read, and all of it runs again: {error}")
             return None
@@ -249,7 +263,7 @@ class CheckpointCommitter:
         with self._changed:
             return self._changed.wait_for(lambda: self._reached_step >= step, timeout_s)
 
-    def settle(self, timeout_s: float = SETTLE_BOUND_S) -> bool:
+    def wait_until_settled(self, timeout_s: float = SETTLE_BOUND_S) -> bool:
         """Wait until everything that was collected is committed or dropped; False if ``timeout_s`` passes first."""
         with self._changed:
             return self._changed.wait_for(lambda: self._open == 0, timeout_s)
@@ -258,7 +272,7 @@ class CheckpointCommitter:
         """Finish what is under way, and release the directory."""
         if self._closed.is_set():
             return
-        if not self.settle(timeout_s):
+        if not self.wait_until_settled(timeout_s):
             self._warn(f"a checkpoint was still being committed after {timeout_s:.0f} s; the previous one stays valid")
         self._closed.set()
         self._post(lambda: None)
@@ -303,11 +317,13 @@ class CheckpointCommitter:
                 f"step {shard.step} is not committed, because another run has taken over {self.store.url}. Stop "
                 "one of them: this run writes no more checkpoints."
             )
+        # What stands for the step may be another manifest: one of the same step that was there already.
         standing = commit(self.store, manifest)
         dropped = self._collector.passed(standing.step)
         self._gathered = self._collector.gathered
         is_whole = self._job.rescues or self._look_at(standing)
         with self._changed:
+            # Reached even if it is damaged: ``wait_for`` must not wait for a step that cannot come any more.
             self._reached_step = standing.step
             if is_whole:
                 self._committed_step = standing.step
@@ -337,11 +353,11 @@ class CheckpointCommitter:
     def _look_at(self, manifest: Manifest) -> bool:
         """Look for what was committed: its manifest, and its parts with their sizes. False if it is damaged.
 
-        Where the store cannot be read, the one before stays: nobody knows whether this one can be used.
+        Where the store cannot be read, the one before stays: it is not known whether this one can be used.
         """
         store, step = impatient(self.store, _LOOK_S), manifest.step
         try:
-            intact(store, look(store, step))
+            intact(store, find_step(store, step))
         except DamagedCheckpoint as error:
             self._give_up(step, str(error))
             return False
@@ -377,12 +393,13 @@ class CheckpointCommitter:
         )
 
     def _holds(self) -> bool:
-        """Whether this run may commit. A lease that somebody removed is made again, unless another run was here."""
+        """Return whether this run may commit. A lease that was removed is made again, unless another run was here."""
         lease = self._lease
         if lease is None or not lease.is_missing():
             return lease is not None and lease.is_held()
         found = (folder.step for folder in survey(self.store) if folder.is_committed and not folder.is_damaged)
         newest = max(found, default=-1)
+        # A newer checkpoint than this run's own: another run was here, whatever became of the leases.
         if newest > self.committed_step or not lease.renew():
             return False
         self._warn(f"files were removed from {self.store.url} while this run is using it; claiming it again")

@@ -8,7 +8,7 @@ from varuna.core.saved import Piece
 
 
 def header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
-    """Length and JSON header, padded so that the tensors start at a multiple of 8.
+    """Make length and JSON header, padded so that the tensors start at a multiple of 8.
 
     Args:
         tensors: name, dtype, shape and bytes of each, in file order.
@@ -25,7 +25,7 @@ def header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: M
 
 
 def header_of(step: int, name: ShardName, pieces: Sequence[Piece], scalars: str) -> bytes:
-    """The header of a part's file: a tensor that is not whole is named with the elements that are there."""
+    """Make the header of a part's file: a tensor that is not whole is named with the elements that are there."""
     found = [
         (piece.name, piece.dtype, piece.shape, piece.size_bytes)
         if piece.is_whole

@@ -34,7 +34,7 @@ class LeaseOwner(Value):
     started: str
     beats: int = 0
     is_over: bool = False
-    """It has released the directory. Its file stays, since an epoch is never used twice."""
+    """it has released the directory. Its file stays, since an epoch is never used twice"""
 
 
 class Lease:
@@ -50,9 +50,9 @@ class Lease:
             self._store.put(_name(self._epoch), self._owner.model_dump_json().encode())
 
     def is_held(self) -> bool:
-        """Whether no other run has taken over.
+        """Return whether no other run has taken over.
 
-        The epoch alone does not tell: somebody may have removed all leases, and some stores accept two first ones.
+        The epoch alone does not tell: a person may have removed all leases, and some stores accept two first ones.
         Our own is read by its name, since a listing may not show it yet.
         """
         owner = _read(self._store, self._epoch)
@@ -61,7 +61,7 @@ class Lease:
         return max(_epochs(self._store), default=0) <= self._epoch
 
     def is_missing(self) -> bool:
-        """Whether there is no lease: it was removed by hand, or another run took over and has ended."""
+        """Return whether there is no lease: it was removed by hand, or another run took over and has ended."""
         return _read(self._store, self._epoch) is None and not _epochs(self._store)
 
     def renew(self) -> bool:
@@ -73,7 +73,7 @@ class Lease:
         return self.is_held()
 
     def release(self) -> None:
-        """Note that the run is over, so that the next one need not wait; it gets an epoch of its own."""
+        """Note that the run is over, so that the next one need not wait; that gets an epoch of its own."""
         self._owner = self._owner.model_copy(update={"is_over": True})
         self._store.put(_name(self._epoch), self._owner.model_dump_json().encode())
 
@@ -90,7 +90,7 @@ def claim(
 
     Args:
         store: the checkpoint directory.
-        writer: an id that nobody else has.
+        writer: an id that no other run has.
         say: tells the user why there is a wait.
         clock: seconds, of this machine.
         sleep: waits.
@@ -119,8 +119,9 @@ def claim(
         try:
             store.create(_name(epoch), me.model_dump_json().encode())
         except ObjectExists:
-            sleep(BEAT_S / 2)  # somebody else was faster: it lives, and listings show that soon
+            sleep(BEAT_S / 2)  # another run was faster: it lives, and listings show that soon
             continue
+        # Only after the new one is there: at no moment is there none, which would mean that a person removed it.
         for old in epochs:
             store.remove(_name(old))
         return Lease(store, epoch, me)
@@ -162,7 +163,7 @@ def _read(store: Store, epoch: int) -> LeaseOwner | None:
 
 
 def _epochs(store: Store) -> list[int]:
-    """Epochs of all leases, ascending."""
+    """List the epochs of all leases, ascending."""
     stems = (Path(entry.name).stem for entry in store.entries(_FOLDER))
     return sorted(int(stem) for stem in stems if stem.isdecimal())
 
@@ -172,18 +173,18 @@ def _name(epoch: int) -> str:
 
 
 def _exists(owner: LeaseOwner) -> bool:
-    """Whether a process of this machine wrote ``owner``, and is not another one with its process number."""
+    """Return whether a process of this machine wrote ``owner``, and is not another one with its process number."""
     try:
         os.kill(owner.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it is somebody else's, but it exists
+        pass  # it is another user's, but it exists
     return owner.started == process_started(str(owner.pid)) and not has_ended(owner.pid)
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process has ended, and only its number is still there: in a container nobody may ask for that."""
+    """Return whether a process has ended, and only its number is left: in a container it may never be reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (OSError, IndexError):
@@ -191,7 +192,7 @@ def has_ended(pid: int) -> bool:
 
 
 def process_scope(proc: Path = Path("/proc")) -> str:
-    """The scope of process numbers: a boot of a machine, and a namespace of processes within it."""
+    """Return the scope of process numbers: a boot of a machine, and a namespace of processes within it."""
     try:
         boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink(proc / 'self/ns/pid')}"

@@ -84,7 +84,7 @@ class Manifest(Value):
         return sum(shard.size_bytes for shard in self.shards)
 
     def shards_of(self, section: int) -> tuple[SavedShard, ...]:
-        """All shards of a section, by part."""
+        """Return all shards of a section, by part."""
         return tuple(shard for shard in self.shards if shard.section == section)
 
 
@@ -125,25 +125,25 @@ class StepFolder(NamedTuple):
 
 
 def seal(manifest: Manifest) -> bytes:
-    """The manifest's file: JSON around JSON, with a checksum of the inner text."""
+    """Make the manifest's file: JSON around JSON, with a checksum of the inner text."""
     body = manifest.model_dump_json(indent=1).encode()
     return b'{"crc32": %d, "manifest": %s}\n' % (zlib.crc32(body), body)
 
 
 def survey(store: Store) -> list[StepFolder]:
-    """All checkpoints' folders, newest first; their files are not read."""
+    """List all checkpoints' folders, newest first; their files are not read."""
     steps = [step for folder in store.folders() if (step := parse_step(folder)) is not None]
-    return [look(store, step) for step in sorted(steps, reverse=True)]
+    return [find_step(store, step) for step in sorted(steps, reverse=True)]
 
 
-def look(store: Store, step: int) -> StepFolder:
-    """The folder of a step."""
+def find_step(store: Store, step: int) -> StepFolder:
+    """List the folder of a step."""
     folder = step_folder(step)
     return StepFolder(step, {e.name.removeprefix(f"{folder}/"): e.size_bytes for e in store.entries(folder)})
 
 
 def read_manifest(store: Store, step: int) -> Manifest:
-    """The manifest of a step.
+    """Read the manifest of a step.
 
     Raises:
         ObjectMissing: there is none.
@@ -198,7 +198,7 @@ def _check_size(store: Store, name: str, expected: int) -> None:
 
 
 def intact(store: Store, folder: StepFolder) -> Manifest:
-    """The manifest of a folder whose shards are all there, as far as a listing can tell.
+    """Read the manifest of a folder whose shards are all there, as far as a listing can tell.
 
     Raises:
         DamagedCheckpoint: it cannot be used.
@@ -215,7 +215,7 @@ def intact(store: Store, folder: StepFolder) -> Manifest:
 
 
 def newest_intact(store: Store) -> tuple[Manifest, list[str]] | None:
-    """The newest checkpoint that can be used, and a warning for each newer one that cannot.
+    """Find the newest checkpoint that can be used, and a warning for each newer one that cannot.
 
     None if there never was a complete checkpoint: only then may a run start from zero.
 
@@ -225,6 +225,7 @@ def newest_intact(store: Store) -> tuple[Manifest, list[str]] | None:
     """
     warnings: list[str] = []
     for folder in survey(store):
+        # Asked by name as well, since listings may lag: to miss the newest one would send the run back.
         if not folder.is_committed and not _has_manifest(store, folder.step):
             continue
         try:
@@ -241,7 +242,7 @@ def newest_intact(store: Store) -> tuple[Manifest, list[str]] | None:
 
 
 def _has_manifest(store: Store, step: int) -> bool:
-    """Whether there is one that a listing did not show."""
+    """Return whether there is one that a listing did not show."""
     try:
         return store.size_bytes(f"{step_folder(step)}/{MANIFEST}") > 0
     except ObjectMissing:
@@ -260,7 +261,7 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
         StoreError: the manifest cannot be written.
     """
     name, mark = (f"{step_folder(manifest.step)}/{file}" for file in (MANIFEST, DAMAGED))
-    folder = look(store, manifest.step)
+    folder = find_step(store, manifest.step)
     if folder.is_committed:
         try:
             return intact(store, folder)
@@ -273,11 +274,13 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
         raise DamagedCheckpoint(
             f"step {manifest.step} cannot be committed: {error}, though it was saved.{shared}"
         ) from error
+    # The mark of a damaged one goes first: a crash before the manifest leaves an unfinished folder, which is safe.
     store.remove(mark)
     try:
         store.create(name, seal(manifest))
     except ObjectExists:
-        return intact(store, look(store, manifest.step))
+        # It is there by now, from an earlier try or from another manager: it stands.
+        return intact(store, find_step(store, manifest.step))
     for file in folder.sizes.keys() - {shard.file for shard in manifest.shards} - {MANIFEST, DAMAGED}:
         if parse_sums_file(file) is None:
             store.remove(f"{step_folder(manifest.step)}/{file}")

@@ -12,7 +12,7 @@
             section-001.0of1.g1.77a2….safetensors
             manifest.json                            written last: without it the folder is not a checkpoint
             sums-000.g1.5f0c….0.safetensors          of the step that follows: one section's sums of gradients
-            damaged.txt                              only if somebody found it so: never used again
+            damaged.txt                              only if a reader found it so: never used again
         replaced-1/step-…/                           moved aside by --new --overwrite
 """
 
@@ -39,18 +39,18 @@ class ShardName(NamedTuple):
 
 
 def step_folder(step: int) -> str:
-    """Folder of the checkpoint after ``step`` committed steps."""
+    """Name the folder of the checkpoint after ``step`` committed steps."""
     return f"step-{step:08d}"
 
 
 def parse_step(folder: str) -> int | None:
-    """Step of a folder's name; None if it is not a checkpoint's folder."""
+    """Parse the step of a folder's name; None if it is not a checkpoint's folder."""
     match = _STEP.fullmatch(folder)
     return int(match[1]) if match else None
 
 
 def shard_file(name: ShardName, writer: str) -> str:
-    """File of a part of a section. The name is this writer's alone, so no other can overwrite the file."""
+    """Name the file of a part of a section. The name is this writer's alone, so no other can overwrite the file."""
     return f"section-{name.section:03d}.{name.part}of{name.parts}.g{name.generation}.{writer}.safetensors"
 
 
@@ -68,18 +68,18 @@ def parse_shard_file(file: str) -> ShardName:
 
 
 def sums_file(section: int, generation: int, writer: str, number: int) -> str:
-    """File of a section's sums of gradients, as one replica has them; it writes another one each time."""
+    """Name the file of a section's sums of gradients, as one replica has them; it writes another one each time."""
     return f"sums-{section:03d}.g{generation}.{writer}.{number}.safetensors"
 
 
 def parse_sums_file(file: str) -> int | None:
-    """Section of a file of sums; None if it is another file."""
+    """Parse the section of a file of sums; None if it is another file."""
     match = _SUMS.fullmatch(file)
     return int(match[1]) if match else None
 
 
 def checkpoint_place(directory: str, step: int) -> str:
-    """A checkpoint in one string, for messages and assignments."""
+    """Name a checkpoint's place in one string, for messages and assignments."""
     return f"{directory}/{step_folder(step)}"
 
 

@@ -9,8 +9,8 @@
         .step-00000300.7-5f0c/         being written; no other name begins with a dot but these:
         .turn  .lock                   who may publish: a number that each generation makes greater by one
 
-Whoever publishes has a *turn*. One that belongs to an older generation than another's is over, and cannot publish any
-more, however late its process wakes up.
+A rank that publishes has a *turn*. One that belongs to an older generation than another's is over, and cannot publish
+any more, however late its process wakes up.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ LATEST = "latest"
 _LOCK, _TURN = ".lock", ".turn"
 _WRITTEN, _OLD = ".step-", ".old-"
 _LOCK_BOUND_S, _PAUSE_S = 5.0, 0.05
-"""Whoever holds the lock renames some folders; a process that stands still may hold it for longer."""
+"""Bound on the wait for the lock, whose holder renames some folders; a process that stands still may hold it longer."""
 
 
 class PublishedFolder:
@@ -58,7 +58,7 @@ class PublishedFolder:
             raise unpublished(self.path, error) from error
 
     def take_turn(self) -> str:
-        """A turn that ends all before it.
+        """Take a turn, which ends all before it.
 
         Raises:
             CheckpointError: the folder cannot be written, or is locked for long.
@@ -76,7 +76,7 @@ class PublishedFolder:
             raise unpublished(self.path, error) from error
 
     def begin(self, step: int, turn: str, before: int | None = None) -> Path:
-        """A hidden folder for what is to be published, which all ranks with this turn share; what others left goes.
+        """Make a hidden folder for a publication, which all ranks with this turn share; what others left goes.
 
         Args:
             step: that is to be published.
@@ -114,7 +114,7 @@ class PublishedFolder:
                 sync(self.path)
                 old += self._set_aside_old(step)
         except OSError as error:
-            if self._turn() != turn:  # and whoever has it now has cleaned up
+            if self._turn() != turn:  # and the rank that has it now has cleaned up
                 return False
             raise unpublished(self.path, error) from error
         for folder in old:  # large ones take their time, without the lock
@@ -134,7 +134,7 @@ class PublishedFolder:
         return [self._set_aside(entry) for step, entry in known.items() if step not in kept]
 
     def _set_aside(self, folder: Path) -> Path:
-        """Nobody sees a folder of which parts are gone."""
+        """Hide a folder before parts of it go, so that no server reads it half."""
         return folder.rename(self.path / f"{_OLD}{folder.name}.{secrets.token_hex(4)}")
 
     def _turn(self) -> str:
@@ -147,7 +147,7 @@ class PublishedFolder:
         """Hold the folder's lock, which ends with its process.
 
         Raises:
-            CheckpointError: somebody else has it for long.
+            CheckpointError: another process has it for long.
         """
         descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -173,7 +173,7 @@ def unpublished(path: Path, error: OSError) -> CheckpointError:
 
 
 def sync(path: Path) -> None:
-    """A power cut leaves what a file or a folder holds now."""
+    """Make a file or a folder durable: a power cut leaves what it holds now."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Pieces of a part's file, read and compared with their checksums; what a tensor is, nobody here needs to know."""
+"""Pieces of a part's file, read and compared with their checksums. Pieces are bytes here, without a dtype."""
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ class Target(NamedTuple):
 
 
 def batches(targets: Sequence[Target], most_bytes: int = BATCH_BYTES) -> Iterator[list[Target]]:
-    """Runs of pieces that lie side by side and are short together."""
+    """Yield runs of pieces that lie side by side and are short together."""
     batch: list[Target] = []
     for target in targets:
         if batch:
@@ -77,7 +77,7 @@ def read(store: Store, shard: SavedShard, batch: Sequence[Target]) -> None:
 
 
 def _looked_at(compare: Callable[[], None]) -> None:
-    """A file that is gone is damage."""
+    """Compare, twice if need be; a file that is gone is damage."""
     try:
         seen_twice(compare)
     except ObjectMissing as error:
@@ -86,6 +86,7 @@ def _looked_at(compare: Callable[[], None]) -> None:
 
 def _fill(store: Store, name: str, batch: Sequence[Target]) -> None:
     begin = batch[0].piece.offset
+    # It may be longer than a batch: straight into its tensor, a part at a time.
     if len(batch) == 1:
         view = batch[0].view
         for start in range(0, len(view), BATCH_BYTES):

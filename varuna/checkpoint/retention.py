@@ -21,7 +21,7 @@ class Kept(NamedTuple):
 def superfluous(
     folders: Sequence[tuple[int, bool]], committed: int, kept: Kept, proven: int | None = None
 ) -> list[int]:
-    """Steps whose folders may go, newest first. Pure.
+    """Choose the steps whose folders may go, newest first. Pure.
 
     The one of step ``committed`` and all later folders stay: those are being written, or are damaged, and
     the run will come there again. Unfinished ones before it go, since their missing shards will not come.
@@ -31,8 +31,9 @@ def superfluous(
         committed: step whose checkpoint is known to be intact, since it was just committed or restored.
         kept: the user's settings.
         proven: step of the newest checkpoint that was seen whole, or resumed from. It stays, as one more if need be:
-            until a newer one is seen whole too, nobody knows whether that can be used.
+            until a newer one is seen whole too, it is not known whether that can be used.
     """
+    # 1: the one of ``committed`` itself.
     going, staying = [], 1
     for step, is_complete in sorted(folders, reverse=True):
         if step >= committed:
@@ -87,7 +88,7 @@ def retain(store: Store, committed: int, kept: Kept, proven: int | None = None) 
 
 
 def _looks_complete(store: Store, folder: StepFolder) -> bool:
-    """Whether it has a readable manifest, all shards with their sizes, and no mark of damage."""
+    """Return whether it has a readable manifest, all shards with their sizes, and no mark of damage."""
     if not folder.is_committed or folder.is_damaged:
         return False
     try:

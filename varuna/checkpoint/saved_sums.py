@@ -1,8 +1,8 @@
 """Sums of gradients of a step, in the folder of the checkpoint that the step began from: what they are of.
 
-A file holds what one replica has added up of one section. Nobody commits it: it says itself which micro-batches are in
-it, of which job, and on top of which parameters. So whoever begins from the checkpoint takes what fits, and the rest of
-the step runs.
+A file holds what one replica has added up of one section. It needs no commit: it says itself which micro-batches are in
+it, of which job, and on top of which parameters. So a generation that begins from the checkpoint takes what fits, and
+the rest of the step runs.
 """
 
 import hashlib
@@ -11,12 +11,12 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from varuna.checkpoint.manifest import StepFolder, look
+from varuna.checkpoint.manifest import StepFolder, find_step
 from varuna.checkpoint.names import parse_sums_file, step_folder
 from varuna.core.errors import DamagedCheckpoint, ObjectMissing
 from varuna.core.model import JobFacts
 from varuna.core.saved import ITEM_BYTES
-from varuna.core.sums import MicroBatchLoss, SectionSum, Spans, StoredSum, StoredSums, is_within, numbers_of, union
+from varuna.core.sums import IndexSet, MicroBatchLoss, SectionSum, StoredSum, StoredSums, is_within, numbers_of, union
 from varuna.core.value import Value
 from varuna.process.threads import AbandoningThreadPool
 from varuna.store.base import Store
@@ -78,13 +78,14 @@ def find_sums(store: Store, folder: StepFolder, job: JobFacts) -> StoredSums | N
     """
     labels, mine = labels_in(store, folder), job_of(job)
     for _ in range(_TRIES):
-        again = look(store, folder.step)
+        again = find_step(store, folder.step)
         if _sums_in(again) == labels.keys():
             break
-        labels = labels_in(store, again)  # somebody still writes, and has replaced what was listed
+        labels = labels_in(store, again)  # a worker still writes, and has replaced what was listed
     found = {file: each for file, each in labels.items() if each is not None and each.job == mine}
     if not found:
         return None
+    # Of one m only: with another, the same number means other samples.
     micro_batch = next(iter(found.values())).micro_batch
     same = {file: each for file, each in found.items() if each.micro_batch == micro_batch}
     losses = {loss.micro_batch: loss for each in same.values() for loss in each.losses}
@@ -97,7 +98,7 @@ def find_sums(store: Store, folder: StepFolder, job: JobFacts) -> StoredSums | N
 
 def whole_micro_batches(labels: Iterable[SumsLabel]) -> tuple[int, int]:
     """Count the micro-batches of a step that the sums of all sections have, and those that the step has. Pure."""
-    found: dict[int, list[Spans]] = {}
+    found: dict[int, list[IndexSet]] = {}
     known, micro_batches, sections = set[int](), 0, 0
     for label in labels:
         found.setdefault(label.sums.section, []).append(label.sums.micro_batches)
@@ -115,7 +116,7 @@ def metadata_of(step: int, label: SumsLabel) -> dict[str, str]:
 
 
 def labels_in(store: Store, folder: StepFolder) -> dict[str, SumsLabel | None]:
-    """By file of sums in a folder: its label; None if it has none that can be read.
+    """Read the label of each file of sums in a folder; None if it has none that can be read.
 
     Raises:
         StoreError: the store cannot be read.

@@ -88,7 +88,7 @@ def _first_false(graph: PartitionedModel, initial: Initial, batch: Mapping[str, 
     for section in graph.sections:
         fixed = [initial.buffers[name] for name in section.buffers] + [graph.constants[n] for n in section.constants]
         tensors = Tensors(tuple(initial.parameters[name] for name in section.parameters), tuple(fixed))
-        runner = SectionRunner(section, tensors, crossings, 0, guard=truths.note)
+        runner = SectionRunner(section, tensors, crossings, 0, guard=truths.keep_results)
         made = runner.forward(values, examples, 0, 0)
         values.update(zip(section.makes, made, strict=True))
     odd = truths.take_false()

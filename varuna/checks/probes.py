@@ -230,12 +230,12 @@ def deciding_places(losses: LossModule, part: Part, before: Iterable[tuple[Place
         values = (newest, *(type(newest)(each) for each in (1, *_COUNTED)))
         if any(_differs(partial(_placed, losses, part, place, value), same) for value in values):
             found.append(f"{place.name} (from {old} to {newest} in the first samples)")
-        place.put(newest)
+        place.write(newest)
     return tuple(found)
 
 
 def _placed(losses: LossModule, part: Part, place: Place, value: Any) -> float:
-    place.put(value)
+    place.write(value)
     return loss_again(losses, part)
 
 

@@ -39,7 +39,7 @@ class Place(Protocol):
         """Return what is there."""
         ...
 
-    def put(self, value: Any) -> None:
+    def write(self, value: Any) -> None:
         """Write there."""
         ...
 
@@ -53,7 +53,7 @@ class _Count(NamedTuple):
 
     def put_ahead(self, blocks: int) -> None:
         """As if so many blocks had been read."""
-        self.place.put(self.now + blocks * self.rise)
+        self.place.write(self.now + blocks * self.rise)
 
 
 def check_reading(source: SampleSource, numbers: Callable[[], Iterable[Place]]) -> None:

@@ -81,7 +81,7 @@ def agent(
     from varuna.core.node_notices import NodeNotice, ZoneNotice
     from varuna.fleet.agent.agent import Agent, AgentConfig
     from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
-    from varuna.fleet.agent.join import serve
+    from varuna.fleet.agent.join import serve_as_agent
     from varuna.fleet.agent.manager_client import ManagerAddress
     from varuna.fleet.net.addresses import address_towards
     from varuna.fleet.notices.spot_notices import SpotNotices
@@ -120,7 +120,7 @@ def agent(
         return exit_code
 
     with unread_allowed():
-        exit_code = serve(lambda: invited(words or [], join_file)[0], home, run, say)
+        exit_code = serve_as_agent(lambda: invited(words or [], join_file)[0], home, run, say)
     ownership.release()
     if exit_code == 0 and state_dir is None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -214,7 +214,7 @@ def _verified(spec: "JobSpec") -> dict[str, Any]:
             accepted=spec.loss.per_micro_batch,
             weighed=spec.loss.weight is not None,
         )
-        checked = spec.checks.compare(spec.partitioned, spec.beginning().whole())
+        checked = spec.checks.compare(spec.partitioned, spec.beginning().whole_model())
     except (ModelError, DataError) as error:
         return {"finding": str(error)}
     return {

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from varuna.cli.shared import options
+from varuna.cli.shared.managing import cluster_run, manage
+from varuna.cli.shared.run_options import RunOptions, takes_options
 
 if TYPE_CHECKING:
     from varuna.fleet.service.cluster_workers import ClusterWorkers
@@ -20,6 +21,7 @@ varuna join-token --uses 100 --hours 72               for machines to come
 """
 
 
+@takes_options
 def manager(
     run_dir: Annotated[
         Path,
@@ -38,19 +40,11 @@ def manager(
             "--workers", "-n", min=1, help="Number of workers to wait for (at most a minute) before the first step."
         ),
     ] = 1,
-    stages: options.Stages = None,
-    memory_per_worker: options.MemoryPerWorker = None,
-    calibration: options.PlannedFrom = None,
+    *,
+    how: RunOptions,
     checkpoints: Annotated[
         str, typer.Option(metavar="PLACE", help="Only allow checkpoints in this place or below.")
     ] = "",
-    price: options.Price = None,
-    on_demand_price: options.OnDemandPrice = None,
-    max_cost: options.MaxCost = None,
-    max_hours: options.MaxHours = None,
-    json_log: options.JsonLog = None,
-    new: options.New = False,
-    overwrite: options.Overwrite = False,
 ) -> None:
     """Manage a run on other machines, each of which runs `varuna agent`.
 
@@ -58,29 +52,12 @@ def manager(
     SIGTERM stops the manager but not the training, and the same command resumes
     the run. Ctrl-C stops the run after the current step.
     """
-    options.check_replacing(new, overwrite)
-    memory_bytes = options.memory_bytes_of(memory_per_worker)
-    given = options.calibration_of(calibration)
-
-    from varuna.cli.cluster.managing import ClusterRun, manage_cluster
-    from varuna.fleet.service.service import ServiceConfig
-
-    place = ServiceConfig(
-        run_dir=run_dir,
-        host=host,
-        port=port,
-        json_log=json_log,
-        new=new,
-        overwrite=overwrite,
-        checkpoints=checkpoints,
-        price=options.price_of(price, on_demand_price, given),
-        budget=options.budget_of(max_cost, max_hours),
-    )
-    managed = ClusterRun(
-        place=place, advertise=advertise, workers=workers, stages=stages, memory_bytes=memory_bytes, given=given
-    )
+    how.check()
 
     def invite(service: "ManagerService[ClusterWorkers]") -> None:
         print(f"JOIN {service.workers.invite()}", flush=True)
 
-    raise typer.Exit(manage_cluster(managed, invite, f"start the same command with {run_dir}"))
+    settings = how.settings(run_dir, host=host, port=port, checkpoints=checkpoints)
+    again = f"start the same command with {run_dir}"
+    ended = manage(cluster_run(how, settings, advertise=advertise, workers=workers, again=again), invite)
+    raise typer.Exit(0 if ended is None else ended.exit_code)

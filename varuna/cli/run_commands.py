@@ -197,7 +197,7 @@ def _print_kept_log(folder: Path, worker: str, rank: int | None, first_failure: 
 
     chronicle = Chronicle()
     for event in newest_events(folder, steps=0).events:
-        chronicle.take(event, 0.0)
+        chronicle.add_event(event, 0.0)
     members = () if chronicle.record is None else chronicle.record.members
     known = {"failures": chronicle.failures, "members": members, "generation": "the last one"}
     name = worker or _worker(known, rank, first_failure)

@@ -46,6 +46,7 @@ def align(timeline: StepTimeline) -> Alignment:
             bounds[pair] = min(bound_s, bounds.get(pair, math.inf))
     reference, zero_s = clocks[0], {rank.clock: rank.zero_s for rank in reversed(timeline.ranks)}
     most = _reach(bounds, reference, clocks)
+    # Turned around, bounds are on what is subtracted: the most of that is the least that is added.
     least = {clock: -bound_s for clock, bound_s in _reach(_turned(bounds), reference, clocks).items()}
     added_s, uncertain_s = {}, 0.0
     for clock in clocks:
@@ -63,8 +64,9 @@ def _turned(bounds: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], fl
 
 
 def _reach(bounds: Mapping[tuple[str, str], float], reference: str, clocks: list[str]) -> dict[str, float]:
-    """The tightest upper bound on what is added to each clock: the shortest chain of bounds to the reference."""
+    """Find the tightest upper bound on what is added to each clock: the shortest chain of bounds to the reference."""
     found = dict.fromkeys(clocks, math.inf) | {reference: 0.0}
+    # Bellman-Ford: the shortest path has at most as many edges as there are clocks.
     for _ in clocks:
         before = dict(found)
         for (first, second), bound_s in bounds.items():
@@ -76,7 +78,7 @@ def _reach(bounds: Mapping[tuple[str, str], float], reference: str, clocks: list
 
 
 def _messages(timeline: StepTimeline) -> Iterable[_Later]:
-    """A message was sent before a rank that had waited for it went on."""
+    """Yield bounds of messages: each was sent before the rank that waited for it began to use it."""
     plan, ranks = timeline.plan, {rank.rank: rank for rank in timeline.ranks}
     waited_s = {number: _began_after_wait(rank) for number, rank in ranks.items()}
     for number, sender in ranks.items():
@@ -91,19 +93,20 @@ def _messages(timeline: StepTimeline) -> Iterable[_Later]:
 
 
 def receiver_of(plan: Plan, rank: int, kind: str) -> int:
-    """The rank that a message goes to: activations go to the next stage, gradients to the previous one."""
+    """Return the rank that a message goes to: activations go to the next stage, gradients to the previous one."""
     replica, stage = plan.place_of(rank)
     return plan.rank_of(replica, stage + 1 if kind == "activation" else stage - 1)
 
 
 def _began_after_wait(rank: RankTimeline) -> dict[tuple[str, int], float]:
     """Return when each action began for which the rank had waited to the very moment."""
+    # Only these began because a message came; others may have had theirs for long.
     ended_s = {wait.end_s for wait in rank.waits}
     return {(did.kind, did.micro_batch): did.begin_s for did in rank.actions if did.begin_s in ended_s}
 
 
 def _votes(ranks: Iterable[RankTimeline]) -> Iterable[_Later]:
-    """No rank has the sum of a vote before every rank has cast its own; of each clock the closest ones count."""
+    """Yield bounds of votes: no rank has the sum before every rank has cast its own; the closest ones count."""
     begun: dict[str, float] = {}
     ended: dict[str, float] = {}
     for rank in ranks:

@@ -10,7 +10,7 @@ from varuna.core.units import counted
 
 
 def are_speeds(speeds: Sequence[float]) -> bool:
-    """Whether these are relative speeds, fastest first: more than 0 and at most 1."""
+    """Return whether these are relative speeds, fastest first: more than 0 and at most 1."""
     return all(a >= b for a, b in pairwise((1.0, *speeds))) and speeds[-1] > 0
 
 
@@ -41,14 +41,17 @@ def ends_of_shares(
 
 
 def _ends(micro_batches: int, rates: tuple[float, ...], fills: tuple[int, ...]) -> tuple[int, ...]:
-    """The shares for which the last replica ends first: most of each at once, the rest one by one."""
+    """Find the shares for which the last replica ends first: most of each at once, the rest one by one."""
     if micro_batches <= len(rates):
         return (*range(micro_batches + 1), *(micro_batches,) * (len(rates) - micro_batches))
+    # A replica ends n micro-batches at (n + fill) / rate, fill = P - 1; if all end at t, n = t rate - fill adds up to
+    # N.
     together = (micro_batches + sum(fills)) / sum(rates)  # when all would end, if micro-batches had parts
     shares = [max(1, int(together * rate - fill)) for rate, fill in zip(rates, fills, strict=True)]
     while sum(shares) > micro_batches:  # slow replicas have one each, which is more than they would have got
         latest = max(range(len(shares)), key=lambda d: (shares[d] > 1, (shares[d] + fills[d]) / rates[d], d))
         shares[latest] -= 1
+    # By the time at which each would end one more; ties go to the lowest replica, so all ranks deal alike.
     waiting = [((shares[d] + 1 + fills[d]) / rate, d) for d, rate in enumerate(rates)]
     heapify(waiting)
     for _ in range(micro_batches - sum(shares)):
@@ -59,15 +62,15 @@ def _ends(micro_batches: int, rates: tuple[float, ...], fills: tuple[int, ...]) 
 
 
 def shares_text(shares: Sequence[int]) -> str:
-    """``"2 replicas of 16, 1 replica of 8"``."""
+    """Say it in words: ``"2 replicas of 16, 1 replica of 8"``."""
     return ", ".join(f"{counted(replicas, 'replica')} of {share}" for share, replicas in Counter(shares).items())
 
 
 def pipeline_speeds(speeds: Mapping[str, Sequence[float]], seats: Iterable[Iterable[str]]) -> tuple[float, ...]:
-    """Speeds of pipelines that take workers in this order, each as fast as its slowest; () if nobody is slower than 1.
+    """Return speeds of pipelines that take workers in this order, each as fast as its slowest; () if all are 1.
 
     Args:
-        speeds: of workers, by class of their devices, fastest first; whoever is not in it is of full speed.
+        speeds: of workers, by class of their devices, fastest first; all others are of full speed.
         seats: by pipeline: the class of each of its stages.
     """
     if not any(speeds.values()):

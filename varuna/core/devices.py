@@ -30,27 +30,27 @@ REGION, ZONE = rf"^{_NAME}$", rf"^{_NAME}(/{_NAME})*$"
 
 
 def is_zone(text: str) -> bool:
-    """Whether this can be a zone."""
+    """Return whether this can be a zone."""
     return len(text) <= MAX_ZONE and re.fullmatch(ZONE, text) is not None
 
 
 def region_of_zone(zone: str) -> str:
-    """The region that a zone is in, such as ``us-east-1`` of ``us-east-1/us-east-1a``."""
+    """Return the region that a zone is in, such as ``us-east-1`` of ``us-east-1/us-east-1a``."""
     return zone.rpartition("/")[0] or zone
 
 
 def class_in(device_class: str, region: str) -> str:
-    """The class of such devices in a region; "": in any."""
+    """Name the class of such devices in a region; "": in any."""
     return f"{device_class} {_AT}{region}".lstrip() if region else device_class
 
 
 def device_of(name: str) -> str:
-    """The class of devices, without the region."""
+    """Return the class of devices, without the region."""
     return name.partition(_AT)[0].rstrip()
 
 
 def region_of(name: str) -> str:
-    """The region of a class; "": any."""
+    """Return the region of a class; "": any."""
     return name.partition(_AT)[2]
 
 
@@ -75,7 +75,7 @@ class DeviceFault(Value):
 
 
 def rest_s(faults: int) -> float:
-    """For how long a device that broke gets no worker, after so many faults: a minute at first, at most an hour."""
+    """Return the seconds that a device gets no worker, after its n-th fault: a minute at first, at most an hour."""
     return min(60.0 * 2.0 ** (faults - 1), 3600.0)
 
 
@@ -178,12 +178,12 @@ def of_count(workers: Iterable[WorkerGroup], count: int) -> WorkerGroups:
 
 
 def reserved_bytes(share_bytes: int) -> int:
-    """Bytes of a worker's share of a device that no plan may fill; at most half of the share."""
+    """Return the bytes of a worker's share of a device that no plan may fill; at most half of the share."""
     return min(_RESERVED_BYTES + share_bytes // _RESERVED_PART, share_bytes // 2)
 
 
 def others_bytes(total_bytes: int, free_bytes: int, own_bytes: int) -> int:
-    """Bytes of a device that other processes hold; what they hold of the reserve may be this one's context.
+    """Return the bytes of a device that other processes hold; what they hold of the reserve may be this one's context.
 
     Args:
         total_bytes: of the device.
@@ -194,21 +194,22 @@ def others_bytes(total_bytes: int, free_bytes: int, own_bytes: int) -> int:
 
 
 def worker_bytes(devices: Iterable[DeviceFacts | None]) -> int | None:
-    """Bytes that every worker of a run can count on: the smallest share of a device, less the reserve.
+    """Return the bytes that every worker of a run can count on: the smallest share of a device, less the reserve.
 
     Other programs have what the first worker on a device saw: a later one saw the first one's memory, too.
 
     Args:
-        devices: of each worker; None where there is none, or nobody knows.
+        devices: of each worker; None where there is none, or none is known.
     """
     known = sorted((device for device in devices if device is not None), key=lambda each: -each.others_bytes)
+    # Of each device the last one stays: the worker that saw the least memory in other hands.
     users, least = Counter(device.name for device in known), {device.name: device for device in known}
     shares = [max(1, each.memory_bytes - each.others_bytes) // users[each.name] for each in least.values()]
     return min((share - reserved_bytes(share) for share in shares), default=None)
 
 
 def are_enough(wanted: Mapping[str, int], there: Mapping[str, int]) -> bool:
-    """Whether there are as many workers as are wanted, by class of device; wanted of no class at all, any will do."""
+    """Return whether there are as many workers as are wanted, by class of device; of no class, any will do."""
     if not any(wanted):
         return sum(wanted.values()) <= sum(there.values())
     return all(workers <= there.get(name, 0) for name, workers in wanted.items())

@@ -39,7 +39,7 @@ def job_difference(theirs: JobFacts, ours: JobFacts) -> str | None:
 
 
 def first_difference(path: str, theirs: object, ours: object) -> tuple[str, object, object] | None:
-    """Deepest differing field of two values, with its path."""
+    """Find the deepest differing field of two values, with its path."""
     if theirs == ours:
         return None
     if type(theirs) is type(ours):
@@ -54,7 +54,7 @@ def first_difference(path: str, theirs: object, ours: object) -> tuple[str, obje
 
 
 def _names(value: object) -> Iterable[str]:
-    """The fields of a value of ours; none of anything else."""
+    """Return names of the fields of a value of ours; none of anything else."""
     if isinstance(value, Value):
         return type(value).model_fields
     return [field.name for field in fields(value)] if is_dataclass(value) else ()

@@ -1,4 +1,4 @@
-"""The seam between the engine and whoever decides on membership.
+"""The seam between the engine and what decides on membership.
 
 The engine runs generations; a ``Membership`` hands it assignments. Two ship: ``varuna.membership.static`` (one
 process, or torchrun's fixed world) and ``varuna.membership.managed`` (the manager's client).
@@ -38,7 +38,7 @@ class Membership(Protocol):
         """Whether plans want to know what this worker's sections take, before it joins."""
         ...
 
-    def offer(self, calibrations: str) -> None:
+    def offer_calibrations(self, calibrations: str) -> None:
         """Offer calibrations to plan with (JSON of a ``calibration.format.Calibrations``); before ``join``."""
         ...
 
@@ -62,7 +62,7 @@ class Membership(Protocol):
             beat: what to send as the next heartbeat.
             on_hold: called with the generation that has to stop.
             on_flag: called with a generation and the flag that its next vote should carry (rank 0 only).
-            on_show: called with what somebody wants to see of this worker's steps; the answer is for ``shown``.
+            on_show: called with what people ask to see of this worker's steps; the answer is for ``shown``.
 
         Raises:
             FleetError: refused, with the manager's reason.
@@ -78,7 +78,7 @@ class Membership(Protocol):
         ...
 
     def store(self, generation: int) -> Any:
-        """The store where members of a generation find each other: ``set``, ``check``, ``get``; keys last for ever."""
+        """Return the store where members of a generation find each other: ``set``, ``check``, ``get``; keys stay."""
         ...
 
     def held(self, held: StopReport) -> None:
@@ -102,7 +102,7 @@ class Membership(Protocol):
         ...
 
     def shown(self, answer: Shown) -> None:
-        """Answer what somebody wants to see."""
+        """Answer a request to see a step."""
         ...
 
     def failed(self, summary: str, traceback: str, exit_code: int, fault: DeviceFault | None = None) -> None:

@@ -48,7 +48,7 @@ class Vote(Value):
         return bool(self.vector) or self.tally is None
 
     def shortened(self) -> "Vote":
-        """The vote without its vector, which has several numbers for each micro-batch."""
+        """Return the vote without its vector, which has several numbers for each micro-batch."""
         return self if self.tally is None else self.model_copy(update={"vector": ()})
 
 
@@ -111,7 +111,7 @@ class Assignment(Value):
     losses_per_hour: float = Field(
         default=0.0, ge=0, description="of workers, as the plan was made for; 0: none was seen"
     )
-    secret: str = Field(default="", description="that members know and others do not; empty: nobody asks for it")
+    secret: str = Field(default="", description="that members know and others do not; empty: it is not asked for")
     relays: tuple[Relay, ...] = Field(default=(), description="for members that cannot reach each other")
 
     @property
@@ -143,7 +143,7 @@ class Hello(Value):
 
 
 class WorkerPhase(StrEnum):
-    """The phase of a worker's training thread, for whoever decides or shows something by it."""
+    """The phase of a worker's training thread, by which others decide or show something."""
 
     FORMS = "forms"
     """it gets ready for its generation, and runs no step of it yet"""
@@ -190,7 +190,7 @@ class HeldCheckpoint(Value):
 
 
 class StopReport(Value):
-    """The worker stopped generation ``generation`` and says what it holds.
+    """Report of a worker that has stopped generation ``generation``, with what it holds.
 
     ``next_step`` counts the steps that its parameters contain (None: it has no state); ``sections`` are those that
     it holds whole, ``lent`` those whose optimizer state is with other replicas; ``votes`` are the newest vote results
@@ -237,7 +237,7 @@ class Sought(Value):
 
 
 class WorkSought(Value):
-    """This worker needs what others of the run need, too, such as the captured model. Said again until it is answered.
+    """Question for what others of the run need, too, such as the captured model. Asked again until it is answered.
 
     There is an answer each time, and one more when it is done.
     """
@@ -260,26 +260,26 @@ class Suspect(Value):
     kind: Literal["suspect"] = "suspect"
     generation: int
     reason: str
-    fault: DeviceFault | None = Field(default=None, description="that nobody else is the cause of: too little memory")
+    fault: DeviceFault | None = Field(default=None, description="that no other rank has caused: too little memory")
     peer: int | None = Field(default=None, ge=0, description="the rank to which nothing gets through")
 
 
 class Saved(Value):
-    """A shard is durable."""
+    """Report that a shard is durable."""
 
     kind: Literal["saved"] = "saved"
     shard: SavedShard
 
 
 class Unsaved(Value):
-    """The worker's part of a checkpoint is not written; the run goes on, and the next one is tried again."""
+    """Report that the worker's part of a checkpoint is not written; the run continues, and tries the next one."""
 
     kind: Literal["unsaved"] = "unsaved"
     reason: str
 
 
 class Failed(Value):
-    """The worker's own code raised, or its device has failed; the process ends after this."""
+    """Report that the worker's own code raised, or its device failed; the process ends after this."""
 
     kind: Literal["failed"] = "failed"
     summary: str
@@ -290,7 +290,7 @@ class Failed(Value):
 
 
 class Leaving(Value):
-    """The worker's loop is over: all steps ran, or the stop flag was voted."""
+    """Report that the worker's loop is over: all steps ran, or the stop flag was voted."""
 
     kind: Literal["leaving"] = "leaving"
     step: int = Field(description="steps committed")
@@ -342,7 +342,7 @@ FromWorker = Annotated[
 
 
 class Hold(Value):
-    """Generation ``generation`` is over: stop at the next safe point and answer ``StopReport``."""
+    """Order to stop generation ``generation`` at the next safe point, and to answer ``StopReport``."""
 
     kind: Literal["hold"] = "hold"
     generation: int
@@ -353,7 +353,7 @@ Flag = Literal["stop", "regroup", "checkpoint"]
 
 
 class RaiseFlag(Value):
-    """Tells rank 0 to raise ``flag`` in the next vote, so that all ranks act on it after the same step."""
+    """Order to rank 0 to raise ``flag`` in the next vote, so that all ranks act on it after the same step."""
 
     kind: Literal["raise_flag"] = "raise_flag"
     generation: int
@@ -361,7 +361,7 @@ class RaiseFlag(Value):
 
 
 class Apply(Value):
-    """The verdict on the step in flight is COMMIT: apply it with this vote, then answer ``StopReport`` again."""
+    """Order to apply the step in flight with this vote, since the verdict is COMMIT, and to answer ``StopReport``."""
 
     kind: Literal["apply"] = "apply"
     generation: int
@@ -369,7 +369,7 @@ class Apply(Value):
 
 
 class Assign(Value):
-    """Take this part in a new generation."""
+    """Order to take this part in a new generation."""
 
     kind: Literal["assign"] = "assign"
     assignment: Assignment
@@ -393,14 +393,14 @@ class WorkFound(Value):
 
 
 class Recorded(Value):
-    """All votes up to ``step`` are on the manager's disk."""
+    """Report that all votes up to ``step`` are on the manager's disk."""
 
     kind: Literal["recorded"] = "recorded"
     step: int
 
 
 class Finish(Value):
-    """The run is over for you."""
+    """Order to end: the run is over for this worker."""
 
     kind: Literal["finish"] = "finish"
     failure: str | None = Field(default=None, description="how it failed, if it did")
@@ -416,7 +416,7 @@ class LastStep(Value):
 
 
 class TrainingOver(Value):
-    """Others have ended this training of the script: go on behind its loop, with what it has left."""
+    """Order to continue behind the loop of this training, which others have ended, with what it has left."""
 
     kind: Literal["training_over"] = "training_over"
     training: int = Field(ge=0)
@@ -428,14 +428,14 @@ class TrainingOver(Value):
 
 
 class ShowStep(Value):
-    """Tell what this worker did in ``step``, once that is over."""
+    """Order to tell what this worker did in ``step``, once that is over."""
 
     kind: Literal["show_step"] = "show_step"
     step: int
 
 
 class ProfileSteps(Value):
-    """Run PyTorch's profiler around steps ``first`` to ``last``, and tell what it saw."""
+    """Order to run PyTorch's profiler around steps ``first`` to ``last``, and to tell what it saw."""
 
     kind: Literal["profile_steps"] = "profile_steps"
     first: int

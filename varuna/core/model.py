@@ -110,7 +110,7 @@ class SectionBytes(Value):
 
 
 class SectionFacts(SectionBytes):
-    """One section C_i.
+    """A section C_i.
 
     All facts are deterministic functions of the captured graph (never measured), so that sections are
     the same on every machine and at every P.
@@ -120,7 +120,7 @@ class SectionFacts(SectionBytes):
     forward_s: float = Field(ge=0, description="F per example under the nominal roofline, seconds")
 
     def untimed(self) -> dict[str, Any]:
-        """The fields of ``SectionBytes``."""
+        """Return the fields of ``SectionBytes``."""
         return self.model_dump(include=set(SectionBytes.model_fields))
 
 
@@ -184,5 +184,5 @@ class JobFacts(Value):
     )
 
     def for_comparison(self) -> "JobFacts":
-        """The facts without the fields in which workers of one run may differ."""
+        """Return the facts without the fields in which workers of one run may differ."""
         return self.model_copy(update={"model": self.model.model_copy(update={"code_digest": ""})})

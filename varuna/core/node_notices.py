@@ -17,7 +17,7 @@ Reason = Annotated[str, BeforeValidator(lambda text: text[:MAX_REASON])]
 
 
 class PreemptionNotice(Value):
-    """This machine will be taken away."""
+    """Notice that this machine will be taken away."""
 
     kind: Literal["preemption"] = "preemption"
     in_s: float = Field(ge=0, allow_inf_nan=False)
@@ -26,20 +26,20 @@ class PreemptionNotice(Value):
 
 
 class RebalanceAdvice(Value):
-    """This machine is more likely than others to be taken back soon; it may also stay for days."""
+    """Notice that this machine is more likely than others to be taken back soon; it may also stay for days."""
 
     kind: Literal["rebalance"] = "rebalance"
     reason: Reason
 
 
 class Preemptible(Value):
-    """This machine was rented as one that the cloud may take back at any time."""
+    """Notice that this machine was rented as one that the cloud may take back at any time."""
 
     kind: Literal["preemptible"] = "preemptible"
 
 
 class ZoneNotice(Value):
-    """This machine is in a zone."""
+    """Notice that this machine is in a zone."""
 
     kind: Literal["zone"] = "zone"
     zone: str = Field(pattern=ZONE, max_length=MAX_ZONE)
@@ -50,10 +50,10 @@ NodeNotice = PreemptionNotice | RebalanceAdvice | Preemptible | ZoneNotice
 
 
 def spot_notice(action: str, in_s: float) -> PreemptionNotice:
-    """The notice of a cloud, in its own words (terminate, Preempt, ...)."""
+    """Make the notice of a cloud, in its own words (terminate, Preempt, ...)."""
     return PreemptionNotice(in_s=in_s, reason=f"spot notice: {action}")
 
 
 def spot_notice_at(action: str, at_s: float, now_s: float) -> PreemptionNotice:
-    """The same for a time by the wall clock."""
+    """Make the notice of a cloud that names a time by the wall clock."""
     return spot_notice(action, max(LEAST_LEAD_S, at_s - now_s))

@@ -11,7 +11,7 @@ _CONTROLS_OF_A_LINE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 def plain(text: str, *, returns: bool = False) -> str:
-    """``text`` with line feeds and tabs as its only control characters.
+    """Return ``text`` with line feeds and tabs as its only control characters.
 
     Args:
         text: what a script, a library or another machine has said.

@@ -1,4 +1,18 @@
-"""A plan: how P stages x D replicas run a global batch, and who does which part of it."""
+"""A plan: the way in which P stages x D replicas run a global batch, and the part of each rank.
+
+Index conventions, here and everywhere: all count from 0.
+
+    section       part of the model, the same on all ranks and at every P; a stage is a range of sections
+    stage k       in [0, P); with unlike pipelines, each has a P of its own
+    replica d     in [0, D); the pipelines of the plan's first entry come first
+    rank          d P + k: stages of a pipeline are neighbours. With P = 2, D = 3:
+
+                      replica      0      1      2
+                      stage 0      0      2      4       peers_of(2) = 0, 2, 4: they reduce gradients
+                      stage 1      1      3      5       ranks_of(1) = 2, 3: they pass activations
+
+    micro-batch j in [0, N), over all replicas of a step; its samples are [j m, (j + 1) m) of the global batch
+"""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -17,7 +31,7 @@ class Copies(StrEnum):
     """The part of each stage that has a copy in the memory of another rank, or the reason why none has."""
 
     NONE = "none"
-    """nobody asked for copies, or there is no other rank"""
+    """no copies were asked for, or there is no other rank"""
     STATE = "state"
     """its state, which no other rank holds, every few steps, and in long ones its sums of gradients"""
     SUMS = "sums"
@@ -134,24 +148,25 @@ class Pipeline(Value):
         return sum(self.speeds) or self.replicas
 
     def class_of(self, stage: int) -> str:
-        """Class of the devices that run ``stage``; empty: any."""
+        """Return the class of the devices that run ``stage``; empty: any."""
         return self.stage_classes[stage] if self.stage_classes else self.device_class
 
     def sections_of(self, stage: int) -> range:
-        """Sections that ``stage`` runs."""
+        """Return the sections that ``stage`` runs."""
         return range(self.bounds[stage], self.bounds[stage + 1])
 
     def kept_sections_of(self, stage: int) -> range:
-        """Those of ``sections_of(stage)`` that keep their activations from F; R runs the others only."""
+        """Return those of ``sections_of(stage)`` that keep their activations from F; R runs the others only."""
         sections = self.sections_of(stage)
         return sections[len(sections) - self.kept[stage] :] if self.kept else sections[len(sections) :]
 
     def keeps_all(self, stage: int) -> bool:
-        """Whether ``stage`` has nothing to recompute, so that its micro-batches need no R."""
+        """Return whether ``stage`` has nothing to recompute, so that its micro-batches need no R."""
         return len(self.kept_sections_of(stage)) == len(self.sections_of(stage))
 
     def stage_of(self, section: int) -> int:
-        """Stage that runs ``section``."""
+        """Return the stage that runs ``section``."""
+        # ``bounds`` ascend from 0, so the last one at or below the section is its stage's first.
         return bisect_right(self.bounds, section) - 1
 
 
@@ -216,17 +231,17 @@ class Plan(Value):
 
     # -- the same, otherwise ----------------------------------------------------------------------------------------
 
-    def each(self, **changes: object) -> "Plan":
-        """This plan with changes to each of its pipelines."""
+    def with_each_pipeline(self, **changes: object) -> "Plan":
+        """Make this plan with changes to each of its pipelines."""
         return self.model_copy(update={"pipelines": tuple(p.model_copy(update=changes) for p in self.pipelines)})
 
     def as_if_all(self, pipeline: Pipeline) -> "Plan":
-        """This plan, if all its pipelines were divided so: for what is said of one."""
+        """Make this plan as if all its pipelines were divided so: for what is said of one."""
         alike = pipeline.model_copy(update={"replicas": self.replicas, "pace": 1.0, "speeds": self.speeds})
         return self.model_copy(update={"pipelines": (alike,)})
 
     def at_speeds(self, workers: WorkerGroups) -> "Plan":
-        """This plan for workers of these speeds; all others are of full speed."""
+        """Make this plan for workers of these speeds; all others are of full speed."""
         groups = by_class(workers) if self.is_by_class else {"": workers}
         known = {name: speeds_of(each) for name, each in groups.items()}
         seats = (map(one.class_of, range(one.stages)) for replicas, one in self.kinds for _ in replicas)
@@ -239,11 +254,11 @@ class Plan(Value):
         return self.model_copy(update={"pipelines": tuple(dealt(*kind) for kind in self.kinds)})
 
     def same_work(self, other: "Plan") -> bool:
-        """Whether two plans are equal but for their predictions, and for copies."""
+        """Return whether two plans are equal but for their predictions, and for copies."""
         return self._unpredicted() == other._unpredicted()
 
     def _unpredicted(self) -> "Plan":
-        unpromised = self.each(memory_bytes=(), host_bytes=())
+        unpromised = self.with_each_pipeline(memory_bytes=(), host_bytes=())
         return unpromised.model_copy(update={"step_s": 0.0, "copies": Copies.NONE})
 
     # -- who is where ----------------------------------------------------------------------------------------------
@@ -258,6 +273,7 @@ class Plan(Value):
         """Return the pipeline of ``replica``, with its division into stages."""
         if self.is_uniform:
             return self.first
+        # A spare is in none: the first stands for its own.
         return next((pipeline for replicas, pipeline in self.kinds if replica in replicas), self.first)
 
     @property
@@ -273,6 +289,7 @@ class Plan(Value):
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a step over all replicas: ceil(M / m)."""
+        # Rounded up: the last micro-batch may be short, so that the global batch is exact (paper: M_total).
         return -(-self.global_batch // self.micro_batch)
 
     @property
@@ -286,16 +303,17 @@ class Plan(Value):
         return tuple(each.stages for each in self.pipelines for _ in range(each.replicas))
 
     def rank_of(self, replica: int, stage: int) -> int:
-        """Rank: replica * P + stage where all are divided alike; stages are neighbours (paper §"Varuna Manager")."""
+        """Return the rank: replica * P + stage where all are divided alike; neighbours, as in §"Varuna Manager"."""
         first = 0
         for each in self.pipelines[:-1]:
             if replica < each.replicas:
                 return first + replica * each.stages + stage
+            # Pipelines of each entry take a block of ranks, one entry after another.
             first, replica = first + each.replicas * each.stages, replica - each.replicas
         return first + replica * self.pipelines[-1].stages + stage
 
     def place_of(self, rank: int) -> Place:
-        """Replica and stage of ``rank``: the inverse of ``rank_of``. A spare would be there if D were greater."""
+        """Return replica and stage of ``rank``: the inverse of ``rank_of``. A spare would be there if D were larger."""
         replica = 0
         for each in self.pipelines[:-1]:
             if rank < each.stages * each.replicas:
@@ -306,7 +324,7 @@ class Plan(Value):
         return Place(replica + rank // each.stages, rank % each.stages)
 
     def class_of(self, rank: int) -> str:
-        """Class of the device that ``rank`` computes on; empty: any."""
+        """Return the class of the device that ``rank`` computes on; empty: any."""
         replica, stage = self.place_of(rank)
         return self.pipeline_of(replica).class_of(stage)
 
@@ -325,12 +343,12 @@ class Plan(Value):
         return found
 
     def ranks_of(self, replica: int) -> range:
-        """Ranks of a pipeline, by stage."""
+        """Return the ranks of a pipeline, by stage."""
         first = self.rank_of(replica, 0)
         return range(first, first + self.pipeline_of(replica).stages)
 
     def sections_at(self, rank: int) -> range:
-        """Sections that ``rank`` runs."""
+        """Return the sections that ``rank`` runs."""
         replica, stage = self.place_of(rank)
         return self.pipeline_of(replica).sections_of(stage)
 
@@ -344,23 +362,25 @@ class Plan(Value):
         )
 
     def slot_of(self, rank: int) -> int:
-        """Index in ``slots`` of the one that ``rank`` has: its stage, if all pipelines are divided alike."""
+        """Return the index in ``slots`` of the one that ``rank`` has: its stage, if all pipelines are divided alike."""
         replica, stage = self.place_of(rank)
         return stage + sum(each.stages for replicas, each in self.kinds[:-1] if replica >= replicas.stop)
 
     def peers_of(self, rank: int) -> Sequence[int]:
-        """Ranks that do the same as ``rank``, itself included: its stage of the pipelines that are divided alike."""
+        """Return the ranks that do the same as ``rank``, itself included: its stage of all pipelines divided alike."""
         if self.is_uniform:
+            # From rank = d P + k: the same k is every P-th rank.
             return range(rank % self.stages, self.workers, self.stages)
         return self.slots[self.slot_of(rank)].ranks
 
     def home_of(self, replica: int, section: int) -> int:
-        """Rank of ``replica`` that runs ``section``."""
+        """Return the rank of ``replica`` that runs ``section``."""
         return self.rank_of(replica, self.pipeline_of(replica).stage_of(section))
 
     def homes_of(self, section: int) -> Sequence[int]:
-        """Ranks that run ``section``, by replica."""
+        """Return the ranks that run ``section``, by replica."""
         if self.is_uniform:
+            # As in ``peers_of``, from the stage's rank in replica 0 on.
             return range(self.first.stage_of(section), self.workers, self.stages)
         return [self.home_of(replica, section) for replica in range(self.replicas)]
 
@@ -381,16 +401,17 @@ class Plan(Value):
         return tuple(each.pace * speed for each in self.pipelines for speed in each.speeds or (1.0,) * each.replicas)
 
     def rate_of(self, replica: int) -> float:
-        """Micro-batches that ``replica`` runs while the fastest one runs 1."""
+        """Return the micro-batches that ``replica`` runs while the fastest one runs 1."""
         return self.rates[replica] if self.rates else 1.0
 
     def ends_of(self, micro_batches: int) -> tuple[int, ...]:
-        """Return where each replica's share of so many micro-batches, of a step or of its rest, ends, after a 0."""
+        """Return where each replica's share of these micro-batches, of a step or of its rest, ends, after a 0."""
+        # A deeper pipeline takes longer to fill, so it gets fewer of them (core.dealing).
         fills = self.stages if self.is_uniform else self.depths
         return ends_of_shares(micro_batches, self.replicas, self.rates, fills)
 
     def micro_batches_of(self, replica: int) -> range:
-        """Global micro-batch numbers of ``replica``, N_m of them; of a kind the first have the most."""
+        """Return the global micro-batch numbers of ``replica``, N_m of them; of a kind the first have the most."""
         ends = self.ends_of(self.micro_batches)
         return range(ends[replica], ends[replica + 1])
 
@@ -400,10 +421,10 @@ class Plan(Value):
         return tuple(b - a for a, b in pairwise(self.ends_of(self.micro_batches)))
 
     def speed_of(self, replica: int) -> float:
-        """Relative speed of a replica's slowest worker, 1 for the fastest."""
+        """Return the relative speed of a replica's slowest worker, 1 for the fastest."""
         return self.speeds[replica] if self.speeds else 1.0
 
     def samples_of(self, micro_batch: int) -> range:
-        """Offsets within the global batch of global micro-batch ``micro_batch``."""
+        """Return the offsets of global micro-batch ``micro_batch`` in the global batch: m, or fewer in the last."""
         first = micro_batch * self.micro_batch
         return range(first, min(first + self.micro_batch, self.global_batch))

@@ -27,7 +27,7 @@ class LossScale(NamedTuple):
     good_steps: int = 0
 
     def after(self, overflowed: bool) -> "LossScale":
-        """The scale for the next step, given whether this one overflowed."""
+        """Return the scale for the next step, given whether this one overflowed."""
         if overflowed:
             return LossScale(max(self.value / 2, _SMALLEST), 0)
         if self.good_steps + 1 < _GROWTH_STEPS:

@@ -18,12 +18,12 @@ ITEM_BYTES = {
 SAVED_EVERY_S, ALONE_EVERY_S = 600.0, 60.0
 """Between checkpoints, and between those of a state that is held once while no loss was seen."""
 _LEAST_S, _STALLS = 10.0, 20
-"""The least that Young's rule may say; and without a rate of losses, so many times what a checkpoint stops training."""
+"""The least that Young's rule may say; and, without a rate of losses, the interval in stalls of a checkpoint."""
 _COUNTED = 8
-"""More replicas change nothing that anybody could wait for."""
+"""Holders beyond which an interval would be longer than any run."""
 
 _DEEPEST = 500
-"""Lists and objects in each other: whoever walks through them must not run out of stack."""
+"""Lists and objects in each other: code that walks through them must not run out of stack."""
 _LARGEST_BYTES = 2**62
 
 
@@ -83,7 +83,7 @@ class SavedShard(Value):
 
 
 def _is_object(text: str) -> bool:
-    """Whether text is a JSON object that is not too deep to walk through."""
+    """Return whether text is a JSON object that is not too deep to walk through."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -96,17 +96,18 @@ def _is_object(text: str) -> bool:
 
 
 def young_s(stall_s: float, between_losses_s: float) -> float:
-    """Young's rule: the interval at which what saving stops, and what losses undo, cost the same.
+    """Return the interval of Young's rule, at which what saving stops, and what losses undo, cost the same.
 
     Args:
         stall_s: how long a checkpoint stops training.
         between_losses_s: on average.
     """
+    # The minimum over t of stall / t + t / (2 between): a loss undoes half an interval on average.
     return sqrt(2.0 * stall_s * between_losses_s)
 
 
 def paying_every_s(stall_s: float, losses_per_hour: float, plan: Plan, usual_s: float = ALONE_EVERY_S) -> float:
-    """Seconds between checkpoints that pay for a run that outlives the loss of workers.
+    """Return the seconds between checkpoints that pay for a run that outlives the loss of workers.
 
     A loss undoes what came after the newest checkpoint where it takes the last holder of a section. With one replica
     every loss may. Otherwise others must go at the same moment: of N workers any, so each further replica, or a copy in

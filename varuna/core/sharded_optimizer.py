@@ -13,7 +13,7 @@ Holders = tuple[tuple[int, ...], ...]
 
 
 def holders_of(plan: Plan, sections: Sequence[SectionFacts], *, shared: bool) -> Holders:
-    """Holders of all sections of a model; every replica, unless state is ``shared`` out.
+    """Find the holders of all sections of a model; every replica, unless state is ``shared`` out.
 
     Where pipelines are cut differently, there are no replicas of a stage that could share.
     """
@@ -30,20 +30,20 @@ def holders_of(plan: Plan, sections: Sequence[SectionFacts], *, shared: bool) ->
 
 
 def held_by(holders: Holders, sections: range, replica: int) -> tuple[int, ...]:
-    """Those of a stage's sections whose optimizer state a replica holds."""
+    """Return those of a stage's sections whose optimizer state a replica holds."""
     return tuple(section for section in sections if replica in holders[section])
 
 
 def assign_holders(state_bytes: Sequence[int], replicas: int) -> Holders:
-    """Holders of a stage's sections: an owner and a mirror each, so that the fullest replica holds little.
+    """Assign holders to a stage's sections: an owner and a mirror each, so that the fullest replica holds little.
 
     The mirror is the replica half-way round. Ranks of one VM are neighbours, so a VM that has no more than half of the
     stage's replicas takes at most one holder with it; and with an even number of replicas, pairs mirror each other,
-    which leaves the fewest pairs whose loss together would cost state. Sections without state are everybody's.
+    which leaves the fewest pairs whose loss together would cost state. Sections without state are with all.
 
     Args:
         state_bytes: optimizer state of each section.
-        replicas: D; with one or two, everybody holds everything.
+        replicas: D; with one or two, each holds everything.
     """
     everyone = tuple(range(replicas))
     holders = [everyone] * len(state_bytes)
@@ -53,10 +53,11 @@ def assign_holders(state_bytes: Sequence[int], replicas: int) -> Holders:
     held, owned = [0] * replicas, [0] * replicas
 
     def burden(replica: int) -> tuple[int, int, int, int]:
-        """The load of a replica and its mirror: bytes at the fuller of the two, at both, and sent by the replica."""
+        """Return the load of a replica and its mirror: bytes at the fuller one, at both, and sent by the replica."""
         own, mirrored = held[replica], held[mirror_of[replica]]
         return max(own, mirrored), own + mirrored, owned[replica], replica
 
+    # Largest first, each to the least burdened pair; ties by number, so all ranks come to the same.
     for section in sorted(range(len(state_bytes)), key=lambda s: (-state_bytes[s], s)):
         if state_bytes[section]:
             owner = min(everyone, key=burden)

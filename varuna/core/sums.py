@@ -6,6 +6,17 @@ section, its sum goes to one that does. A worker may also have the copy of anoth
 other, which overlaps with that one's own if it is still there. So are sums in a store, beside the checkpoint that their
 step began from, once the run begins there again. A micro-batch that is in the chosen sums of every
 section does not run again. All others do, through all stages; a section that has one already does not add it again.
+
+    2 x 2, micro-batches 0-2 on replica 0, 3-5 on replica 1; rank 2 (stage 0 of replica 1) is lost:
+
+    j                           0  1  2  3  4  5
+    section 0, sum of rank 0    x  .  .
+    section 0, sum of rank 2             (lost)
+    section 1, sum of rank 1    x  x  .
+    section 1, sum of rank 3             x  .  .
+    runs again                     *  *  *  *  *    of 1 and 3, section 1 drops the gradients: it has them
+
+Micro-batches have their numbers j in the global batch, from 0. Sets of them are ranges [first, end).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,29 +33,30 @@ from varuna.core.value import Value
 EndsOf = Callable[[int], Sequence[int]]
 """By number of micro-batches: where each replica's share ends, after a 0."""
 
-Spans = tuple[tuple[int, int], ...]
+IndexSet = tuple[tuple[int, int], ...]
 """A set of micro-batches: ranges [first, end), ascending, none touching another."""
 
 
-def spans_of(numbers: Iterable[int]) -> Spans:
-    """A set of numbers as spans."""
+def spans_of(numbers: Iterable[int]) -> IndexSet:
+    """Return a set of numbers as spans."""
     return union([((number, number + 1),) for number in numbers])
 
 
-def numbers_of(spans: Spans) -> list[int]:
-    """The numbers of a set, ascending."""
+def numbers_of(spans: IndexSet) -> list[int]:
+    """Return the numbers of a set, ascending."""
     return [number for first, end in spans for number in range(first, end)]
 
 
-def count(spans: Spans) -> int:
+def count(spans: IndexSet) -> int:
     """Count the numbers in a set."""
     return sum(end - first for first, end in spans)
 
 
-def union(sets: Iterable[Spans]) -> Spans:
+def union(sets: Iterable[IndexSet]) -> IndexSet:
     """Return the numbers that are in any of the sets."""
     found: list[tuple[int, int]] = []
     for first, end in sorted(span for spans in sets for span in spans):
+        # Ranges that touch become one, so that equal sets are equal tuples.
         if found and first <= found[-1][1]:
             found[-1] = found[-1][0], max(end, found[-1][1])
         else:
@@ -52,7 +64,7 @@ def union(sets: Iterable[Spans]) -> Spans:
     return tuple(found)
 
 
-def without(spans: Spans, taken: Spans) -> Spans:
+def without(spans: IndexSet, taken: IndexSet) -> IndexSet:
     """Return the numbers that are in the first set and not in the second."""
     left: list[tuple[int, int]] = []
     for first, end in spans:
@@ -66,13 +78,13 @@ def without(spans: Spans, taken: Spans) -> Spans:
     return tuple(left)
 
 
-def overlap(one: Spans, other: Spans) -> bool:
-    """Whether a number is in both sets."""
+def overlap(one: IndexSet, other: IndexSet) -> bool:
+    """Return whether a number is in both sets."""
     return count(union([one, other])) < count(one) + count(other)
 
 
-def is_within(spans: Spans, micro_batches: int) -> bool:
-    """Whether spans from outside are what they should be: not empty, ascending, apart, of a step's micro-batches."""
+def is_within(spans: IndexSet, micro_batches: int) -> bool:
+    """Return whether spans from outside are not empty, ascending, not touching, and of a step's micro-batches."""
     bounds = [-1, *(bound for span in spans for bound in span)]
     return all(a < b for a, b in pairwise(bounds)) and bounds[-1] <= micro_batches
 
@@ -89,12 +101,12 @@ class SumLocation(NamedTuple):
     file: str = ""
 
 
-SumsAt = Mapping[SumLocation, Spans]
+SumsAt = Mapping[SumLocation, IndexSet]
 """Sums of one section: what is in each."""
 
 
-def choose(offered: SumsAt, seats: Sequence[int]) -> dict[SumLocation, Spans]:
-    """Disjoint sums of one section: the largest first, among equals one that need not move, and no copy.
+def choose_sums(offered: SumsAt, seats: Sequence[int]) -> dict[SumLocation, IndexSet]:
+    """Choose disjoint sums of one section: the largest first, among equals one that need not move, and no copy.
 
     A sum that is reduced over the replicas has all micro-batches, so it is chosen alone.
 
@@ -102,24 +114,25 @@ def choose(offered: SumsAt, seats: Sequence[int]) -> dict[SumLocation, Spans]:
         offered: by place.
         seats: ranks that run the section from now on.
     """
-    chosen: dict[SumLocation, Spans] = {}
+    chosen: dict[SumLocation, IndexSet] = {}
     for at in sorted(offered, key=lambda at: (-count(offered[at]), at.rank not in seats, at.copied, at.rank, at.file)):
         if offered[at] and not any(overlap(offered[at], other) for other in chosen.values()):
             chosen[at] = offered[at]
     return dict(sorted(chosen.items()))
 
 
-def deal(spans: Spans, replicas: int, ends_of: EndsOf | None = None) -> tuple[Spans, ...]:
-    """Contiguous shares of a set, ascending: as ``ends_of`` says of so many numbers, or all as large."""
+def deal(spans: IndexSet, replicas: int, ends_of: EndsOf | None = None) -> tuple[IndexSet, ...]:
+    """Divide a set into contiguous shares, ascending: as ``ends_of`` says of their number, or all as large."""
     numbers = numbers_of(spans)
     ends = ends_of_shares(len(numbers), replicas) if ends_of is None else ends_of(len(numbers))
     return tuple(spans_of(numbers[first:end]) for first, end in pairwise(ends))
 
 
-def square_sum(spans: Spans) -> int:
-    """Sum of (j + 1)^2: with the count, it shows that a micro-batch is missing or was added twice."""
+def square_sum(spans: IndexSet) -> int:
+    """Return the sum of (j + 1)^2: with the count, it shows that a micro-batch is missing or was added twice."""
 
     def below(end: int) -> int:
+        # 1^2 + ... + end^2, so that a range costs no loop.
         return end * (end + 1) * (2 * end + 1) // 6
 
     return sum(below(end) - below(first) for first, end in spans)
@@ -129,11 +142,11 @@ class SectionSum(Value):
     """A section's sum of gradients, by the micro-batches in it."""
 
     section: int
-    micro_batches: Spans
+    micro_batches: IndexSet
 
 
 class InheritedSum(SectionSum):
-    """Part of the sum that a rank goes on from."""
+    """Part of the sum that a rank resumes from."""
 
     source_rank: int = Field(ge=0, description="who has it: the rank itself, or one that sends it")
     copied: bool = Field(default=False, description="it is the copy of another rank's sum that the source kept")
@@ -188,8 +201,8 @@ def joined(parts: Sequence[HeldSums]) -> HeldSums | None:
 class StepAssignment(Value):
     """A rank's work in a broken step, and the sums that it has already: for the first step of a generation."""
 
-    work: Spans = Field(description="micro-batches that its replica runs")
-    taken: tuple[InheritedSum, ...] = Field(description="sums that it goes on from; others of its own are void")
+    work: IndexSet = Field(description="micro-batches that its replica runs")
+    taken: tuple[InheritedSum, ...] = Field(description="sums that it resumes from; others of its own are void")
     kept: tuple[SectionSum, ...] = Field(description="of its sections: what the sums of some replica contain")
     losses: tuple[MicroBatchLoss, ...] = Field(
         default=(), description="for ranks of the last stage: of the micro-batches that do not run again"
@@ -197,13 +210,13 @@ class StepAssignment(Value):
 
 
 class RemainingWork(Value):
-    """The work that is left of a broken step, and the sums from which a generation goes on."""
+    """The work that is left of a broken step, and the sums from which a generation resumes it."""
 
     micro_batches: int = Field(ge=1, description="of the step")
     taken: tuple[tuple[InheritedSum, ...], ...] = Field(
         description="by rank of the grid: the chosen sums, of each section in the order in which they are added"
     )
-    work: tuple[Spans, ...] = Field(description="by replica: the micro-batches that run; never none")
+    work: tuple[IndexSet, ...] = Field(description="by replica: the micro-batches that run; never none")
 
     @property
     def kept(self) -> int:
@@ -215,7 +228,7 @@ class RemainingWork(Value):
         where = " that were saved during it" if stored else ""
         return f"kept {self.kept} of {self.micro_batches} micro-batches of step {step}{where}; the others run again"
 
-    def kept_of(self, section: int) -> Spans:
+    def kept_of(self, section: int) -> IndexSet:
         """Return the micro-batches that the chosen sums of a section contain."""
         return union([each.micro_batches for sums in self.taken for each in sums if each.section == section])
 
@@ -244,7 +257,7 @@ def remainder(
     replicas: int,
     seats: Mapping[int, Sequence[int]],
     offered: Mapping[int, SumsAt],
-    losses: Spans,
+    losses: IndexSet,
     *,
     ends_of: EndsOf | None = None,
 ) -> RemainingWork | None:
@@ -252,17 +265,20 @@ def remainder(
 
     Args:
         micro_batches: of the step.
-        replicas: of the new plan; each gets at least one micro-batch, if need be one that nobody lacks.
+        replicas: of the new plan; each gets at least one micro-batch, if need be one that no section lacks.
         seats: by section: the ranks that run it by the new plan.
         offered: by section that has gradients: the sums that there are; of ranks without that seat, if they may move.
         losses: micro-batches whose losses are known.
-        ends_of: how the new plan deals so many micro-batches, ``Plan.ends_of``; None: all replicas get as many.
+        ends_of: how the new plan deals micro-batches, by their number, ``Plan.ends_of``; None: in equal shares.
     """
-    everything: Spans = ((0, micro_batches),)
-    chosen = {section: choose(sums, seats[section]) for section, sums in sorted(offered.items())}
+    everything: IndexSet = ((0, micro_batches),)
+    chosen = {section: choose_sums(sums, seats[section]) for section, sums in sorted(offered.items())}
+    # One section that lacks a micro-batch is enough: its gradient comes from B, which needs all stages.
     lacking = union([without(everything, union(sums.values())) for sums in chosen.values()])
+    # Without its loss the step's mean would lack it, although its gradients are there.
     again = union([lacking, without(everything, losses)])
     if count(again) < replicas:
+        # Each replica needs one: the last backward of each starts the reduction of a section.
         spare = numbers_of(without(everything, again))[: replicas - count(again)]
         again = union([again, spans_of(spare)])
     if count(again) >= micro_batches:
@@ -272,9 +288,9 @@ def remainder(
 
 
 def _seated(
-    chosen: Mapping[int, SumsAt], seats: Mapping[int, Sequence[int]], spared: Spans
+    chosen: Mapping[int, SumsAt], seats: Mapping[int, Sequence[int]], spared: IndexSet
 ) -> tuple[tuple[InheritedSum, ...], ...]:
-    """By rank, the sums that it goes on from. One moves only if it spares something, to who has got fewest so far."""
+    """Return, by rank, the sums that it resumes from; one moves only if it spares work, to the rank with fewest."""
     taken: list[list[InheritedSum]] = [[] for _ in range(1 + max(rank for ranks in seats.values() for rank in ranks))]
     arrivals = [0] * len(taken)
     for section, sums in chosen.items():
@@ -285,6 +301,7 @@ def _seated(
                     continue
                 target = min(seats[section], key=lambda rank: (arrivals[rank], rank))
                 arrivals[target] += 1
+            # A file is read by the rank that resumes from it; a sum of another rank is sent by that one.
             reader = target if file else source
             taken[target].append(
                 InheritedSum(section=section, micro_batches=spans, source_rank=reader, copied=copied, file=file)
@@ -303,7 +320,7 @@ def remainder_of_stored(stored: StoredSums | None, plan: Plan, model: ModelFacts
     if stored is None or stored.micro_batch != plan.micro_batch:
         return None
     summed = [section for section, facts in enumerate(model.sections) if facts.summed_bytes]
-    offered: dict[int, dict[SumLocation, Spans]] = {section: {} for section in summed}
+    offered: dict[int, dict[SumLocation, IndexSet]] = {section: {} for section in summed}
     for each in stored.sums:
         if each.section in offered and is_within(each.micro_batches, plan.micro_batches):
             offered[each.section][SumLocation(_NOBODY, file=each.file)] = each.micro_batches

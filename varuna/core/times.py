@@ -1,6 +1,6 @@
 """Times of a rank's steps: sent with heartbeats, merged by the manager, kept with the run.
 
-And timelines of single steps, if somebody asks: all that every rank did, as workers tell it and files of a run keep it.
+And timelines of single steps, on request: all that every rank did, as workers tell it and files of a run keep it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -36,11 +36,11 @@ class Compressed(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Of the two; 1 where there were none."""
+        """Ratio of the two; 1 where there were none."""
         return self.size_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
     def plus(self, other: "Compressed", sign: int = 1) -> "Compressed":
-        """Both together, or the one without the other."""
+        """Return both together, or the one without the other."""
         return Compressed(self.size_bytes + sign * other.size_bytes, self.sent_bytes + sign * other.sent_bytes)
 
 
@@ -98,6 +98,7 @@ def merged(times: Iterable[RankTimes]) -> RankTimes:
         actions={kind: _typical([each.actions[kind] for each in found if kind in each.actions]) for kind in kinds},
         messages=_carried([each.messages for each in found if each.messages is not None]),
         reductions=_carried([each.reductions for each in found if each.reductions is not None]),
+        # The least, since a vote takes longer only where it waits for a rank.
         round_s=min((each.round_s for each in found if each.round_s is not None), default=None),
         compressed=reduce(Compressed.plus, (each.compressed for each in found)),
         relayed=tuple(sorted({rank for each in found for rank in each.relayed})),
@@ -105,7 +106,7 @@ def merged(times: Iterable[RankTimes]) -> RankTimes:
 
 
 def of_stage(replicas: Iterable[RankTimes]) -> RankTimes:
-    """Times of a stage, from those of its replicas; all-reduces are of the replica that waited least for others.
+    """Return the times of a stage, from those of its replicas; all-reduces are the fastest one's, which waited least.
 
     Raises:
         ValueError: there is none.
@@ -144,7 +145,7 @@ class StepParts(Value):
 
 
 class Interval(NamedTuple):
-    """One thing that was done in a step, and when: an action, a wait for what an action needs, a message, a sum."""
+    """Something that was done in a step, and when: an action, a wait for what an action needs, a message, a sum."""
 
     kind: str
     """F, R, B, I or W; reduce, share, vote, apply, gather or save after them; activation or gradient"""
@@ -160,11 +161,11 @@ class Interval(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length, in seconds."""
         return self.end_s - self.begin_s
 
     def since(self, zero_s: float, unit_s: float = 1.0) -> "Interval":
-        """The same on an axis that begins at ``zero_s``, in units of ``unit_s``."""
+        """Return the same on an axis that begins at ``zero_s``, in units of ``unit_s``."""
         return self._replace(begin_s=(self.begin_s - zero_s) / unit_s, end_s=(self.end_s - zero_s) / unit_s)
 
 

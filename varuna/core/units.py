@@ -16,7 +16,7 @@ _BYTES_PER = {
     "ti": 2**40,
 }
 _ENDLESS_STEPS = 10**8
-"""Nobody counts on so many: ``steps(10**9)`` means until the loop breaks."""
+"""More than any run makes: ``steps(10**9)`` means until the loop breaks."""
 _FAR_S = 30 * 86400.0
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 
@@ -40,7 +40,7 @@ def parse_bytes(text: str, source: str = "") -> int:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Three significant digits with a binary unit: ``"1.50 GiB"``."""
+    """Write three significant digits with a binary unit: ``"1.50 GiB"``."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -50,7 +50,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_duration(duration_s: float) -> str:
-    """Milliseconds below a second, then seconds, minutes and hours: ``"1m 40s"``."""
+    """Write milliseconds below a second, then seconds, minutes and hours: ``"1m 40s"``."""
     if duration_s < 1:
         return f"{duration_s * 1000:.0f} ms"
     if duration_s < 60:
@@ -63,12 +63,12 @@ def format_duration(duration_s: float) -> str:
 
 
 def format_dollars(dollars: float) -> str:
-    """Cents, and below a tenth of a dollar more: ``"$12.40"``, ``"$0.0031"``."""
+    """Write cents, and below a tenth of a dollar more: ``"$12.40"``, ``"$0.0031"``."""
     return f"${dollars:.4f}" if 0 < abs(dollars) < 0.1 else f"${dollars:,.2f}"
 
 
 def format_rate(per_s: float) -> str:
-    """Three digits with k or M: ``"41.2k"``."""
+    """Write three digits with k or M: ``"41.2k"``."""
     for factor, unit in ((1e6, "M"), (1e3, "k")):
         if per_s >= factor:
             return f"{per_s / factor:.3g}{unit}"
@@ -76,7 +76,7 @@ def format_rate(per_s: float) -> str:
 
 
 def format_line(bits_per_s: float) -> str:
-    """``"9.41 Gb/s"``: networks are sold in bits."""
+    """Write ``"9.41 Gb/s"``: networks are sold in bits."""
     for factor, unit in ((1e9, "Gb/s"), (1e6, "Mb/s")):
         if bits_per_s >= factor:
             return f"{bits_per_s / factor:.3g} {unit}"
@@ -84,18 +84,18 @@ def format_line(bits_per_s: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``"1 worker"``, ``"1,200 steps"``."""
+    """Write ``"1 worker"``, ``"1,200 steps"``."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
 
 
 def step_number(step: int, total: int | None) -> str:
-    """Step 11 of 48 as ``"12/48"``, since steps count from 0; only ``"12"`` where the loop ends by itself."""
+    """Write step 11 of 48 as ``"12/48"``, since steps count from 0; only ``"12"`` where the loop ends by itself."""
     return f"{step + 1}/{total}" if total and total < _ENDLESS_STEPS else f"{step + 1}"
 
 
 def time_left(left_s: float) -> str:
-    """The end of a progress line: ``"  40 s left"``; empty at the end, or so far off that the loop ends by itself."""
+    """Write the end of a progress line: ``"  40 s left"``; empty at the end, or if that is more than a month off."""
     if not 0 < left_s <= _FAR_S:
         return ""
     return f"  {max(1.0, left_s):.0f} s left" if left_s < 60 else f"  {format_duration(left_s)} left"

@@ -19,10 +19,10 @@ class Value(BaseModel):
     )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with other values, unchecked.
+        """Make a copy with other values, unchecked.
 
         Raises:
-            AttributeError: there is no such field; pydantic would keep it beside them, and nobody would read it.
+            AttributeError: there is no such field; pydantic would keep it beside them, unread.
         """
         unknown = set(update or ()) - type(self).model_fields.keys()
         if unknown:

@@ -11,12 +11,12 @@ TORCH_RANGE = ",".join(f"{sign}{major}.{minor}" for sign, (major, minor) in zip(
 
 
 def series(version: str) -> tuple[int, int]:
-    """``(2, 13)`` of ``"2.13.0+cpu"``; ``(0, 0)`` of what is no version."""
+    """Return ``(2, 13)`` of ``"2.13.0+cpu"``; ``(0, 0)`` of what is no version."""
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0].partition("+")[0]
     return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)
 
 
 def is_tested_torch(version: str) -> bool:
-    """Whether this version of torch lies in ``TORCH``."""
+    """Return whether this version of torch lies in ``TORCH``."""
     return TORCH[0] <= series(version) < TORCH[1]

@@ -1,5 +1,14 @@
 """The vector that all ranks sum at the end of a step: the commit vote.
 
+    slots of    written by                                  what, in float64
+    S           replica 0, where the section s is           squared norm of the section's gradients
+    N x w       last stage of the replica that ran j (*)    weighted loss, weight, each metric's sum of micro-batch j
+    2 S         every replica, where the section s is       micro-batches in the sums of s, and the sum of (j + 1)^2
+    flags       see ``VoteLayout.flag``                     stop, checkpoint, lr, ...
+
+S sections s and N micro-batches j of the step over all replicas, both from 0; w = 2 + metrics. So the layout depends on
+m and the model, and neither on P nor on D. (*) Where j does not run again after a loss (core.sums), replica 0's.
+
 Each slot has one writer and is zero elsewhere, so the sum is exact and does not depend on P or D. Counts have a writer
 for each replica, and are exact too: they are whole numbers.
 Totals over slots use ``math.fsum``: correctly rounded, whatever the order.
@@ -56,10 +65,11 @@ class VoteLayout(Value):
         return self.sections + self.micro_batches * (2 + len(self.metrics)) + 2 * section
 
     def unproven(self, vector: Sequence[float]) -> tuple[int, ...]:
-        """Sections whose sums do not contain every micro-batch exactly once, by the summed vector.
+        """Find the sections whose sums do not contain every micro-batch exactly once, by the summed vector.
 
         Any single micro-batch that is missing or twice shows.
         """
+        # Two sums: one lost and another one counted twice leave the count as it is, but not the sum of squares.
         right = float(self.micro_batches), float(square_sum(((0, self.micro_batches),)))
         at = {section: self.added(section) for section in range(self.sections)}
         return tuple(section for section, first in at.items() if tuple(vector[first : first + 2]) != right)
@@ -85,10 +95,12 @@ class VoteLayout(Value):
             raise ValueError(f"expected a vote of {self.size} numbers, got {len(vector)}")
         first, width = self.sections, 2 + len(self.metrics)
         last = first + self.micro_batches * width
+        # A slice by width takes the same number of each micro-batch: +0 the loss, +1 the weight, +2 on the metrics.
         weight = _total(vector[first + 1 : last : width])
         return StepTotals(
             loss=_total(vector[first:last:width]) / weight if weight else 0.0,
             weight=weight,
+            # Norms are of the weighted sum of gradients, so the mean's norm is one division away.
             grad_norm=math.sqrt(_total(vector[:first])) / weight if weight else 0.0,
             metrics={name: _total(vector[first + 2 + i : last : width]) for i, name in enumerate(self.metrics)},
             stop=vector[self.flag("stop")] > 0,
@@ -121,7 +133,7 @@ class Tally(Value):
 
     loss: float
     weight: float
-    counted: int = Field(description="micro-batches whose weight somebody wrote")
+    counted: int = Field(description="micro-batches whose weight a rank has written")
 
 
 class StepTotals(Value):
@@ -142,8 +154,9 @@ class StepTotals(Value):
 
 
 def _total(values: Sequence[float]) -> float:
-    """Exact sum; NaN if a term is NaN or infinities of both signs meet."""
+    """Return the exact sum; NaN if a term is NaN or infinities of both signs meet."""
     try:
         return math.fsum(values)
     except (OverflowError, ValueError):
+        # What fsum refuses is infinite or NaN in a plain sum, so that the step shows as not finite.
         return sum(values)

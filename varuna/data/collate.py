@@ -26,7 +26,7 @@ def stack(samples: Sequence[Sample], indices: Sequence[int], keys: Iterable[str]
 
 
 def stack_all(samples: Sequence[Sample], indices: Sequence[int], columns: Columns) -> dict[str, Tensor]:
-    """Stack every key that any sample has, but for those that do not fit together and that nobody takes.
+    """Stack every key that any sample has, but for those that do not fit together and that the model does not take.
 
     Raises:
         DataError: see ``stack``.
@@ -94,7 +94,7 @@ class Collator:
         return {key: _joined(key, [row.get(key) for row in rows]) for key in batch}
 
     def mixes(self, samples: Sequence[object], position: int) -> bool:
-        """Whether it draws, and what it makes of one sample changes with the others of the batch.
+        """Return whether it draws, and what it makes of one sample changes with the others of the batch.
 
         Args:
             samples: three or more.
@@ -108,12 +108,12 @@ class Collator:
         return any(self._differ(pair, position, attempt) for attempt, pair in enumerate(pairs))
 
     def computes_over(self, samples: Sequence[object], position: int) -> bool:
-        """Whether what it makes of one sample changes with the others of the batch, drawn or not; see ``mixes``."""
+        """Return whether what it makes of a sample changes with the others of the batch, drawn or not."""
         first, *others = _largest_first(samples, [self._call([sample], [position])[0] for sample in samples])
         return self._differ([[first, others[0]], [first, *others]], position, 0)
 
     def _differ(self, batches: Sequence[Sequence[object]], position: int, attempt: int) -> bool:
-        """Whether the first rows of two batches do."""
+        """Return whether the first rows of two batches do."""
         one, two = (self._call(batch, [position, attempt])[0] for batch in batches)
         if SAMPLES in one or SAMPLES in two:
             return False  # they have no rows to be joined, which is refused
@@ -143,7 +143,7 @@ class Collator:
         return self._apart(batch), drew
 
     def _apart(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors, copied if the function fills the same memory again and again: they are read ahead of their use.
+        """Return the tensors, copied if the function fills the same memory again: they are read ahead of their use.
 
         The first batches tell, which are kept so that nothing else gets their memory.
         """
@@ -180,7 +180,7 @@ def _check_rows(batch: dict[str, Tensor], size: int) -> None:
 
 
 def _joined(key: str, rows: Sequence[Tensor | None]) -> Tensor:
-    """One tensor of what samples became one by one."""
+    """Join what samples became one by one into one tensor."""
     found = [row for row in rows if row is not None]
     if len(found) < len(rows) or len({(row.shape, row.dtype) for row in found}) > 1:
         shapes = ", ".join(sorted({"nothing" if row is None else str(tuple(row.shape[1:])) for row in rows}))
@@ -194,7 +194,7 @@ def _joined(key: str, rows: Sequence[Tensor | None]) -> Tensor:
 
 
 def select(batch: Mapping[str, Tensor], keys: Iterable[str] | None) -> dict[str, Tensor]:
-    """The ``keys`` of a collated batch; None for all.
+    """Select the ``keys`` of a collated batch; None for all.
 
     Raises:
         DataError: one is missing.
@@ -208,14 +208,14 @@ def select(batch: Mapping[str, Tensor], keys: Iterable[str] | None) -> dict[str,
 
 
 def _shallow_copy(sample: object) -> object:
-    """Collators of Hugging Face pop keys: a dataset that is a list of dicts would lose them."""
+    """Copy a sample, but not its values: collators of Hugging Face pop keys, which a list of dicts would lose."""
     if type(sample) is dict:
         return dict(sample)
     return list(sample) if type(sample) is list else sample
 
 
 def _largest_first(samples: Sequence[object], alone: Sequence[dict[str, Tensor]]) -> list[object]:
-    """Samples, with that first to which others are padded."""
+    """Order samples, with that first to which others are padded."""
     sizes = [sum(value.numel() for value in batch.values()) for batch in alone]
     order = sorted(range(len(samples)), key=lambda number: -sizes[number])
     return [samples[number] for number in order]
@@ -228,10 +228,10 @@ def _texts(sample: object) -> list[str]:
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
-    """Not a number is the same as itself here."""
+    """Return whether two tensors are equal; NaN equals NaN here."""
     return one.shape == two.shape and bool(((one == two) | ((one != one) & (two != two))).all())
 
 
 def _names(mapping: Mapping[str, object]) -> str:
-    """The keys, for a message."""
+    """Write the keys, for a message."""
     return ", ".join(map(repr, mapping)) or "nothing"

@@ -66,7 +66,7 @@ class Columns:
         return None if self._ask is None else self._ask()
 
     def tensors(self, sample: object, what: str) -> dict[str, Tensor]:
-        """A sample, or what ``collate`` made of several, as named tensors; those of a nest by their places in it.
+        """Turn a sample, or what ``collate`` made of several, into named tensors; those of a nest by their places.
 
         A list of tensors is a nest also if they have equal shapes: those of other samples may not.
 
@@ -96,12 +96,12 @@ class Columns:
         return {key: value for key in kept if (value := found[key]) is not None}
 
     def is_needed(self, key: str) -> bool:
-        """Whether ``forward`` takes a key, or something of the user's may read it."""
+        """Return whether ``forward`` takes a key, or something of the user's may read it."""
         names = self.names
         return names is None or names.takes_any or names.read_apart or root(key) in names.named
 
     def without_idle_lists(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Leave lists out that nobody takes: how many keys they have may depend on the samples."""
+        """Leave lists out that the model does not take: how many keys they have may depend on the samples."""
         idle = [key for key in batch if in_list(key) and not self.is_needed(key)]
         self.leave_out({root(key): None for key in idle})
         return {key: value for key, value in batch.items() if key not in idle}
@@ -114,7 +114,7 @@ class Columns:
             say_once(f"samples also have {listed}, which {names.model}.forward() does not take: not used")
 
     def _fields(self, sample: Any, what: str) -> Mapping[str, object]:
-        """The values of a sample by name."""
+        """Return the values of a sample, by name."""
         if isinstance(sample, Mapping):
             if odd := [key for key in sample if not isinstance(key, str)]:
                 raise DataError(f"{what} must have the model's input names as keys, but has the key {odd[0]!r}")
@@ -175,7 +175,7 @@ def _holds_tensors(value: object) -> bool:
 
 
 def tensor_of(value: object) -> Tensor | None:
-    """A dense tensor with the same values; None if it cannot be one.
+    """Make a dense tensor with the same values; None if it cannot be one.
 
     Arrays and tensors keep their dtype, but 16- and 32-bit unsigned arrays become int64, since torch computes nothing
     with such. Python's floats become float32.

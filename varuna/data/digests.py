@@ -18,12 +18,12 @@ _LARGEST = 1e100
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> int:
-    """Signed 64-bit digest of keys, dtypes, shapes and bytes; the order of the keys does not matter."""
+    """Return a signed 64-bit digest of keys, dtypes, shapes and bytes; the order of the keys does not matter."""
     return _signed(_hash(tensors, lambda tensor: True).digest()[:8])
 
 
 def sample_digest(sample: Mapping[str, Tensor]) -> int:
-    """Signed 64-bit digest, to be compared by ``is_same_sample``: of bytes alone, if there are no floats."""
+    """Return a signed 64-bit digest, to be compared by ``is_same_sample``: of bytes alone, if there are no floats."""
     if not any(map(_has_floats, sample.values())):
         return tensors_digest(sample)
     exact = _hash(sample, lambda tensor: not _has_floats(tensor)).digest()[:3]
@@ -39,7 +39,7 @@ def sample_digest(sample: Mapping[str, Tensor]) -> int:
 def row_digests(
     batch: Mapping[str, Tensor], size: int, digest: Callable[[Mapping[str, Tensor]], int] = tensors_digest
 ) -> tuple[int, ...]:
-    """A digest of each of the ``size`` rows of a collated batch, all keys included; else one of all for each sample."""
+    """Return a digest of each of the ``size`` rows of a collated batch; without rows, one of all for each sample."""
     if any(value.dim() == 0 or len(value) != size for value in batch.values()):
         return (digest(batch),) * size
     return tuple(digest({key: value[row] for key, value in batch.items()}) for row in range(size))
@@ -66,7 +66,7 @@ def _has_floats(tensor: Tensor) -> bool:
 
 
 def _sketch(tensor: Tensor, signs: NDArray[np.float64]) -> tuple[int, int]:
-    """Steps of the projection, and of the norm's logarithm."""
+    """Return steps of the projection, and of the norm's logarithm."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     projection = square = 0.0
@@ -77,6 +77,7 @@ def _sketch(tensor: Tensor, signs: NDArray[np.float64]) -> tuple[int, int]:
         if not math.isfinite(its_square):
             values = np.nan_to_num(values, nan=1.0, posinf=2.0, neginf=-2.0).clip(-_LARGEST, _LARGEST)
             its_square = _dot(values, values)
+        # Each run uses the same signs, times one of its own: runs that are swapped do not look alike.
         projection += _dot(values, signs[: len(values)]) * float(signs[number % _SIGNS])
         square += its_square
     if not square:

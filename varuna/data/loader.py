@@ -53,7 +53,7 @@ class Loader:
 
     @property
     def at_once(self) -> int:
-        """Number of micro-batches that are read at the same time, if so many are requested."""
+        """Number of micro-batches that are read at the same time, if enough are requested."""
         return self._reading.count
 
     def request(
@@ -120,6 +120,8 @@ class Loader:
                 round_, work, failure = next_work
                 batch = self._fetch() if failure is None else failure
                 with self._delivering:
+                    # Compared under the lock that ``cancel`` waits for: after it, nothing of an older round is
+                    # delivered.
                     if round_ == self._round:
                         self._deliver(work.step, work.micro_batch, batch)
                 del batch  # else the last batch lives on while this thread waits for work
@@ -152,7 +154,7 @@ class Loader:
     def _ask(self, work: _Work) -> tuple[_Work, DataError | None]:
         """Have a micro-batch read; if that cannot be, say why."""
         try:
-            self._reading.ask(SampleRequest(tuple(work.positions), work.keys, work.compared))
+            self._reading.submit(SampleRequest(tuple(work.positions), work.keys, work.compared))
         except DataError as error:
             return work, error
         return work, None

@@ -12,7 +12,7 @@ class MicroBatch:
     Attributes:
         tensors: the inputs that were asked for; the first dimension counts samples, or ``data.sizes`` tells how many.
         digests: a signed 64-bit digest of each sample with all its keys: as named tensors of the dataset, or its row of
-            what ``collate`` returned. Empty where nobody compares them.
+            what ``collate`` returned. Empty where they are not compared.
         indices: index into the dataset of each sample.
     """
 

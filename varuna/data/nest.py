@@ -14,7 +14,7 @@ _NESTED = re.compile(rf"([^\[]+)((?:{_STEP.pattern})+)", re.DOTALL)
 
 
 def spread(fields: Mapping[str, object], is_leaf: Any) -> dict[str, object]:
-    """All leaves of a nest of dicts, lists and tuples, by the place of each.
+    """Return all leaves of a nest of dicts, lists and tuples, by the place of each.
 
     Args:
         fields: a sample, or a batch.
@@ -46,19 +46,19 @@ def _quoted(key: str) -> str:
 
 
 def root(place: str) -> str:
-    """The key of the outermost dict."""
+    """Return the key of the outermost dict."""
     found = _NESTED.fullmatch(place)
     return place if found is None else found[1]
 
 
 def in_list(place: str) -> bool:
-    """Whether it is in a list, at any depth."""
+    """Return whether it is in a list, at any depth."""
     found = _NESTED.fullmatch(place)
     return found is not None and any(number for _, number in _STEP.findall(found[2]))
 
 
 def nested(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The nest that a flat batch stands for: dicts, and lists in place of lists and tuples, as torch collates both."""
+    """Build the nest that a flat batch stands for: dicts, and lists for lists and tuples, as torch collates both."""
     whole: dict[str, Any] = {}
     for place, value in of_samples(batch).items():
         found = _NESTED.fullmatch(place)

@@ -21,7 +21,7 @@ _WORD = (1 << 64) - 1
 
 
 def sample_index(position: int, *, size: int, seed: int) -> int:
-    """Index into the dataset of the sample at ``position`` of a run.
+    """Return the index into the dataset of the sample at ``position`` of a run.
 
     Each epoch of ``size`` positions visits every index once, in its own order.
 
@@ -43,6 +43,8 @@ def sample_index(position: int, *, size: int, seed: int) -> int:
         left, right = divmod(index, columns)
         for left_key, right_key in keys:
             left = (left + _mix(right ^ left_key)) % rows
+            # With the new ``left``: each half-round changes one coordinate by a function of the other, so it can be
+            # undone.
             right = (right + _mix(left ^ right_key)) % columns
         index = left * columns + right
         if index < size:
@@ -51,7 +53,8 @@ def sample_index(position: int, *, size: int, seed: int) -> int:
 
 @lru_cache(maxsize=4)
 def _network(seed: int, epoch: int, size: int) -> tuple[int, int, tuple[tuple[int, int], ...]]:
-    """Rows, columns and the key pairs of the rounds; cached, since neighbouring positions share an epoch."""
+    """Return rows, columns and the key pairs of the rounds; cached, since neighbouring positions share an epoch."""
+    # The smallest square side that holds ``size`` places, so that both coordinates mix evenly.
     rows = isqrt(size - 1) + 1
     digest = hashlib.blake2b(f"varuna order {seed} {epoch}".encode()).digest()
     words = [int.from_bytes(digest[at : at + 8], "little") for at in range(0, 64, 8)]

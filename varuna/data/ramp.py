@@ -1,7 +1,7 @@
 """Steps of different numbers of samples, as when a batch grows during warm-up.
 
 A run has ``most`` positions for each step, in any step, so plans and micro-batches stay. Step s uses the first n(s) of
-its own; the others have no sample, and the order of samples goes on without them::
+its own; the others have no sample, and the order of samples passes over them::
 
     position   0 1 2 3 | 4 5 6 7 | 8 9 ...      most = 4
     n(s)       2       | 3       | 4
@@ -28,7 +28,7 @@ class Ramp:
         """samples of all steps before, by step"""
 
     def size(self, step: int) -> int:
-        """Samples of a step.
+        """Return the samples of a step.
 
         Raises:
             UsageError: it is no whole number from 1 to ``most``.
@@ -36,7 +36,7 @@ class Ramp:
         return self.before(step + 1) - self.before(step)
 
     def before(self, step: int) -> int:
-        """Samples of all steps before one.
+        """Return the samples of all steps before one.
 
         Raises:
             UsageError: as ``size``.
@@ -47,12 +47,12 @@ class Ramp:
             return self._firsts[step]
 
     def place(self, position: int) -> int | None:
-        """Place in the order of samples; None: the position has no sample."""
+        """Return the place in the order of samples; None: the position has no sample."""
         step, place = divmod(position, self.most)
         return self.before(step) + place if place < self.size(step) else None
 
     def steps_for(self, samples: Fraction) -> int:
-        """Return the fewest steps that have so many samples together."""
+        """Return the fewest steps that have ``samples`` samples together."""
         step = 0
         while self.before(step) < samples:
             step += 1

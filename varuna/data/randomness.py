@@ -32,14 +32,14 @@ def derive_key(*parts: int | str) -> int:
 
 
 class Draws:
-    """Whether somebody has drawn random numbers since this was made, inside a block of ``seeded``."""
+    """Record of the generators, which tells whether numbers were drawn since, inside a block of ``seeded``."""
 
     def __init__(self) -> None:
         self._before = _states()
 
     @property
     def were_made(self) -> bool:
-        """From Python's, NumPy's or torch's generator."""
+        """Whether any were drawn from Python's, NumPy's or torch's generator."""
         return _states() != self._before
 
 
@@ -156,13 +156,14 @@ class SeededTurn(AbstractContextManager["SeededTurn"]):
 
     def seed(self, key: int) -> None:
         """Let torch draw otherwise from here on: by this turn's key and ``key``."""
+        # Multiplied by an odd constant (2^64 over the golden ratio): keys that differ in few bits give unlike seeds.
         both = (self.key ^ key) * 0x9E3779B97F4A7C15 % 2**64
         torch.default_generator.manual_seed(both)
         _seed_device(both)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """In this block others may use the generators."""
+        """Let others use the generators in this block."""
         own = _taken()
         _put_back(self._outside)
         generator_lock.release()
@@ -194,12 +195,12 @@ _turns = _Turns()
 
 
 def present_turn() -> SeededTurn | None:
-    """The turn that this thread is in, if any."""
+    """Return the turn that this thread is in, if any."""
     return _turns.newest
 
 
 class Keyed(list[Any]):
-    """A list that a turn draws for one by one: whoever goes through it draws for an item what depends on its key alone.
+    """A list that a turn draws for one by one: a loop over it draws for an item what depends on its key alone.
 
     So what is drawn for a parameter does not depend on which others are on its stage.
     """

@@ -46,7 +46,7 @@ def die_with_parent(parent: int) -> bool:
 
 
 def serve(read: Read, link: "Connection[Any, Any]", parent: int) -> None:
-    """Read what is asked for, until nobody is there to ask; ``parent`` is the process that forked this one."""
+    """Read what is asked for, until the other end is gone; ``parent`` is the process that forked this one."""
     if not die_with_parent(parent):
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
@@ -67,7 +67,7 @@ def serve(read: Read, link: "Connection[Any, Any]", parent: int) -> None:
 
 
 def let_go_of_sockets(own: int) -> None:
-    """Sockets of the parent (links to other ranks, the manager) must close when it dies, whoever else lives.
+    """Close the parent's sockets here: links to other ranks and the manager must end when the parent does.
 
     Their numbers stay taken: an object that still knows one may close it.
     """
@@ -80,7 +80,7 @@ def let_go_of_sockets(own: int) -> None:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The same exception with the traceback of this process as a note; another one if it cannot be sent."""
+    """Return the same exception with the traceback of this process as a note; another one if it cannot be sent."""
     name = multiprocessing.current_process().name
     error.add_note(f"in {name} (process {os.getpid()}):\n{''.join(traceback.format_exception(error)).rstrip()}")
     try:

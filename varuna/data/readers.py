@@ -43,15 +43,15 @@ class SampleRequest(NamedTuple):
 
 
 class Reader:
-    """One process, as the one that trains sees it."""
+    """A process that reads, as the one that trains sees it."""
 
     def __init__(self, name: str, link: "Connection[Any, Any]", process: ForkProcess) -> None:
         """Take over a process, which has a name for messages, and the other end of a link."""
         self.name, self.link, self._process = name, link, process
         self.reading: list[tuple[int, ...]] = []
-        """positions of what was asked for and not fetched; all but the last are of nobody's interest any more"""
+        """positions of what was asked for and not fetched; all but the last were dropped since"""
 
-    def ask(self, ask: SampleRequest) -> None:
+    def submit(self, ask: SampleRequest) -> None:
         """Let it read.
 
         Raises:
@@ -72,6 +72,7 @@ class Reader:
         try:
             while True:
                 found = receive(self.link)
+                # In the order in which they were asked for: what comes first may be of a request that was dropped.
                 self.reading.pop(0)
                 if not self.reading:
                     return found
@@ -111,10 +112,10 @@ class InThread:
 
     @property
     def has_idle(self) -> bool:
-        """Nothing waits to be fetched."""
+        """Whether nothing waits to be fetched."""
         return self._asked is None
 
-    def ask(self, ask: SampleRequest) -> None:
+    def submit(self, ask: SampleRequest) -> None:
         """Have this read by ``fetch``."""
         self._asked = ask
 
@@ -133,7 +134,7 @@ class InThread:
         return batch
 
     def forget(self) -> None:
-        """Drop the request: nobody fetches it any more."""
+        """Drop the request: it is not fetched any more."""
         self._asked = None
 
     def waited(self, seconds: float) -> None:
@@ -172,16 +173,16 @@ class Readers:
 
     @property
     def has_idle(self) -> bool:
-        """One of them reads nothing."""
+        """Whether one of them reads nothing."""
         return bool(self._idle)
 
-    def ask(self, ask: SampleRequest) -> None:
+    def submit(self, ask: SampleRequest) -> None:
         """Let an idle one read.
 
         Raises:
             DataError: it is dead.
         """
-        self._idle[0].ask(ask)
+        self._idle[0].submit(ask)
         self._busy.append(self._idle.popleft())
 
     def fetch(self) -> MicroBatch | BaseException:
@@ -195,7 +196,7 @@ class Readers:
         return reader.fetch()
 
     def forget(self) -> None:
-        """Drop the requests: nobody fetches them any more."""
+        """Drop the requests: they are not fetched any more."""
         self._idle.extend(self._busy)
         self._busy.clear()
 
@@ -209,7 +210,7 @@ class Readers:
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """No other thread draws random numbers meanwhile, or the lock that says so would stay taken in the child."""
+    """Keep other threads from drawing random numbers in this block: their lock would stay taken in the child."""
     with generator_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, from Python 3.12 on
         yield

@@ -1,4 +1,10 @@
-"""Reading samples so that every stage that needs one sees the same values."""
+"""Reading samples so that every stage that needs one sees the same values.
+
+position p of the run     step p // M, and place p % M in its global batch of M samples
+place                     p, or less where a ramp leaves positions out (``ramp``)
+index i of dataset[i]     from the place by a shuffle of each epoch (``order``); all stages compute the same one
+randomness                seeded from (seed, epoch, index): the same for any reader, in any plan
+"""
 
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -18,12 +24,12 @@ from varuna.data.columns import STEP, Columns, InputNames
 from varuna.data.digests import row_digests, sample_digest
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
+from varuna.data.placed_datasets import SETTERS, placed_datasets
 from varuna.data.ramp import Ramp
 from varuna.data.randomness import Draws, reseeded, states_kept
 from varuna.data.readers import InThread, Readers
 from varuna.data.sizes import SAMPLES, OpenSizes, equal_sizes, is_listed, lists_in, open_sizes
 from varuna.data.slow import SlowReading
-from varuna.data.told import SETTERS, told
 
 __all__ = ["MicroBatch", "SampleSource", "verify_digests"]
 
@@ -85,7 +91,7 @@ class SampleSource:
         self._shuffles, self._step_at, self._ask_for_step = shuffles, step_at, wants_step
         if self.size == 0:
             raise DataError(f"the dataset ({type(dataset).__name__}) is empty: len(dataset) is 0. Check its source.")
-        self._dataset, self._told, self._ramp = dataset, told(dataset), ramp
+        self._dataset, self._told, self._ramp = dataset, placed_datasets(dataset), ramp
         self._seed = seed
         self._columns = Columns(names)
         self._wait_for: Callable[[int], object] | None = getattr(dataset, "wait_for", None)
@@ -95,7 +101,7 @@ class SampleSource:
         self._collator = None if collate is None else Collator(collate, self._columns, seed)
 
     def indices(self, positions: Sequence[int]) -> tuple[int, ...]:
-        """Indices into the dataset of the samples at ``positions``, without reading them."""
+        """Return the indices into the dataset of the samples at ``positions``, without reading them."""
         if self._ramp is not None:
             positions = [place for each in positions if (place := self._ramp.place(each)) is not None]
         if self.size is None or not self._shuffles:
@@ -120,7 +126,7 @@ class SampleSource:
             prefetch(self.indices(tuple(positions)))
 
     def read(self, position: int) -> tuple[int, Any]:
-        """Index and contents of the sample at ``position``, with randomness seeded from (seed, epoch, index).
+        """Read index and contents of the sample at ``position``, with randomness seeded from (seed, epoch, index).
 
         Raises:
             Exception: whatever ``dataset[i]`` raises, with a note that names the index.
@@ -138,7 +144,7 @@ class SampleSource:
         return self._wait_for is not None
 
     def draws(self, position: int) -> bool:
-        """Whether reading the sample at ``position`` draws random numbers from the global generators.
+        """Return whether reading the sample at ``position`` draws random numbers from the global generators.
 
         Raises:
             Exception: whatever ``dataset[i]`` raises, with a note that names the index.
@@ -150,8 +156,10 @@ class SampleSource:
 
     @contextmanager
     def _turn_of(self, position: int) -> Iterator[int]:
-        """In this block the dataset knows where the run is, and draws for this sample: its index."""
+        """Tell the dataset, in this block, where the run is, and let it draw for this sample; yield the index."""
         [index], place = self.indices([position]), self._place(position)
+        # By the dataset's own length: this epoch keys the sample's randomness, ``order_length`` only what a dataset is
+        # told.
         epoch = 0 if self.size is None else place // self.size
         where = f"while reading dataset[{index}], position {position} of the run"
         if self.size is None:
@@ -195,11 +203,13 @@ class SampleSource:
         if self._ramp is None:
             return self._micro_batch(positions, keys, compared=compared)
         present = [position for position in positions if self._ramp.place(position) is not None]
+        # The first position of the step always has a sample (a step has at least one).
         first = positions[0] // self._ramp.most * self._ramp.most
         found = self._micro_batch(present or [first], keys, compared=compared)
         # Without any, the first sample of the step is computed, and counts nothing.
         tensors = found.tensors if present else {**found.tensors, SAMPLES: torch.tensor(0)}
         lacking = len(positions) - len(found.indices)
+        # Messages have a digest for each position, so positions without a sample repeat the last one.
         digests, indices = found.digests + found.digests[-1:] * lacking, found.indices + found.indices[-1:] * lacking
         return MicroBatch(tensors, digests, indices)
 
@@ -229,7 +239,7 @@ class SampleSource:
         return self._step_at is not None and self._ask_for_step()
 
     def _without_step(self, keys: Iterable[str], given: Container[str]) -> list[str]:
-        """Keys that samples must have."""
+        """Return the keys that samples must have."""
         return [key for key in keys if key != STEP or STEP in given or not self._adds_step]
 
     def _with_step(
@@ -241,7 +251,7 @@ class SampleSource:
         return {**tensors, STEP: torch.tensor([self._step_at(position) for position in positions])}
 
     def _instead(self, positions: Sequence[int]) -> tuple[list[int], tuple[Any, ...]]:
-        """A sample for a micro-batch all of whose samples are None, which is then computed and counts nothing."""
+        """Find a sample for a micro-batch all of whose samples are None: it is computed, and counts nothing."""
         for position in range(positions[-1] + 1, positions[-1] + 1 + _MOST_MISSING):
             _, samples = self._read_all([position])
             if samples[0] is not None:
@@ -251,7 +261,7 @@ class SampleSource:
         )
 
     def sizes(self, micro_batch: int | None = None) -> OpenSizes | None:
-        """Sizes of collated batches that their samples tell, as the first samples show them; None: there are none.
+        """Find the sizes of collated batches that samples tell, as the first ones show them; None: there are none.
 
         Args:
             micro_batch: samples of every batch, if that is fixed; 1, where batches have a list with an entry for each.
@@ -280,7 +290,7 @@ class SampleSource:
 
     @property
     def may_miss(self) -> bool:
-        """Return whether a micro-batch may have fewer samples than positions: ``collate`` may leave some out."""
+        """Whether a micro-batch may have fewer samples than positions: ``collate`` may leave some out."""
         return self._collator is not None or self._ramp is not None
 
     def prepare(self) -> None:
@@ -301,7 +311,7 @@ class SampleSource:
             self._reading = None
 
     def collates_alike(self, positions: Sequence[int]) -> bool:
-        """Whether ``collate`` makes the same of the same samples when it is called again; there is none: True."""
+        """Return whether ``collate`` makes the same of the same samples in a second call; without one, True."""
         if self._collator is None:
             return True
         indices, samples = self._read_all(positions)
@@ -310,7 +320,7 @@ class SampleSource:
         return one == two
 
     def mixes_samples(self, positions: Sequence[int], *, drawing: bool = True) -> bool:
-        """Whether ``collate`` makes something else of a sample when others are beside it.
+        """Return whether ``collate`` makes something else of a sample when others are beside it.
 
         Args:
             positions: three or more.
@@ -402,5 +412,5 @@ def _collating(indices: Sequence[int]) -> AbstractContextManager[None]:
 
 
 def _hex(digest: int) -> str:
-    """A digest as people compare it."""
+    """Write a digest as people compare it."""
     return f"{digest & (1 << 64) - 1:016x}"

@@ -46,7 +46,7 @@ class OpenSizes:
         return tuple(dict.fromkeys(places[0][0] for places in self.places))
 
     def of(self, batch: Mapping[str, Tensor], indices: Sequence[int] = ()) -> tuple[int, ...]:
-        """The sizes of a batch.
+        """Return the sizes of a batch.
 
         Args:
             batch: with ``keys`` at least.
@@ -86,7 +86,7 @@ def has_rows(batch: Mapping[str, Tensor], rows: int) -> bool:
 
 
 def of_samples(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A batch without keys of Varuna's own."""
+    """Return a batch without keys of Varuna's own."""
     return {key: value for key, value in batch.items() if not key.startswith(PREFIX)}
 
 
@@ -117,7 +117,7 @@ def lists_in(seen: Seen) -> frozenset[str]:
 
 
 def _entries(key: str) -> list[tuple[str, int]]:
-    """Each way to take a key as that of an entry of a list: the key without its number, and the number."""
+    """List the ways to take a key as that of an entry of a list: the key without its number, and the number."""
     return [(f"{key[: at.start()]}[]{key[at.end() :]}", int(at[1])) for at in _NUMBER.finditer(key)]
 
 
@@ -157,6 +157,7 @@ def open_sizes(seen: Seen, *, lists: Collection[str] | None = None) -> OpenSizes
             for entry, key in enumerate(keys):
                 sizes = _Sizes(tuple(row[:1] for row in rows), None) if is_one else _Sizes(rows, entry)
                 columns.setdefault(sizes, []).append((key, dim))
+    # A dimension that is the same in all batches is fixed.
     found = {sizes: tuple(places) for sizes, places in columns.items() if len(set(itertools.chain(*sizes.rows))) > 1}
     if not found and lists is None:
         raise DataError(
@@ -172,7 +173,7 @@ def open_sizes(seen: Seen, *, lists: Collection[str] | None = None) -> OpenSizes
 
 
 def _alike_entries(batch: Mapping[str, Tensor], lists: Collection[str]) -> list[list[str]]:
-    """Keys of a batch: those that differ in a sample's number only, together and in its order."""
+    """Group keys of a batch: those that differ in a sample's number only, together and in its order."""
     found: dict[str, dict[int, str]] = {}
     for key in batch:
         name, number = next((entry for entry in _entries(key) if entry[0] in lists), (key, 0))
@@ -189,7 +190,7 @@ def equal_sizes(batch: Mapping[str, Tensor], sizes: OpenSizes) -> int:
 
 
 def told_apart(batch: Mapping[str, Tensor], sizes: OpenSizes) -> dict[str, Tensor]:
-    """A batch no two of whose open sizes are equal to each other or to a fixed size: elements are repeated for that."""
+    """Make a batch no two of whose open sizes are equal, nor one to a fixed size: elements are repeated for that."""
     opened = {place for places in sizes.places for place in places}
     taken = {value.shape[dim] for key, value in batch.items() for dim in range(value.dim()) if (key, dim) not in opened}
     taken |= set(range(_LEAST))

@@ -50,6 +50,7 @@ class Pace:
 
     def period_with(self, readers: float) -> float:
         """Predict a micro-batch's time with ``readers`` processes."""
+        # What reading uses now, and what is free beside it: more processes than that only take turns.
         processors = self.read_cpu_s / self.period_s + max(self.free_processors, _SHARE)
         return max(self.compute_s, self.read_s / readers, self.read_cpu_s / processors)
 
@@ -139,7 +140,7 @@ class SlowReading:
 
 
 def _idle_s() -> float:
-    """Seconds that the machine's processors have had nothing to do, all together; 0 where nobody counts."""
+    """Seconds that the machine's processors have had nothing to do, all together; 0 where the system does not count."""
     try:
         words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
         return (int(words[4]) + int(words[5])) / os.sysconf("SC_CLK_TCK")

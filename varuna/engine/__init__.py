@@ -1,5 +1,5 @@
 """Runs a plan: stage runtime, links, reduction, vote, optimizer step, generations.
 
-In: an assignment of whoever decides on membership. Out: trained sections. ``worker`` stands on ``pipeline``, that on
+In: an assignment of the membership. Out: trained sections. ``worker`` stands on ``pipeline``, that on
 ``stage`` and ``graphs``, those on ``links``, ``device`` and ``base``.
 """

@@ -58,7 +58,7 @@ class AdapterForm:
         self.metadata: Mapping[str, str] = {}
 
     def file_of(self, part: int, parts: int) -> str:
-        """A name that PEFT does not look at."""
+        """Return a name that PEFT does not look at."""
         return f".part-{part}.safetensors"
 
     def complete(self, folder: Path, files: Sequence[str]) -> None:
@@ -103,12 +103,12 @@ class AdapterFolder:
         """entries of no section, which stay as the script has built them"""
 
     def wants(self, path: str) -> bool:
-        """Whether an entry of a section's state belongs to the adapter; some of its layers may be frozen."""
+        """Return whether an entry of a section's state belongs to the adapter; some of its layers may be frozen."""
         kind, _, name = path.partition("/")
         return kind in ("parameters", "buffers") and name in self._names
 
     def tensors(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The adapter's tensors.
+        """Return the adapter's tensors.
 
         Args:
             own: what it wants, by the model's own names.

@@ -56,7 +56,7 @@ class GivenModel:
         self._is_spare = False
 
     def __call__(self) -> nn.Module:
-        """A copy."""
+        """Build a copy."""
         made: dict[int, Any] = {}
         with torch.no_grad():
             for parameter in self.pattern.parameters():
@@ -67,6 +67,7 @@ class GivenModel:
                 made[id(buffer)] = buffer.clone()
         copied: nn.Module = copied_whole(self.pattern, made)
         guarded = copied.model_itself if isinstance(copied, ModelAndLoss) else copied
+        # copied with the rest: they refuse the use of the original, not of what trains
         for guard in self._guards:
             guarded._forward_pre_hooks.pop(guard.id, None)
             guarded._state_dict_pre_hooks.pop(guard.id, None)
@@ -79,11 +80,11 @@ class GivenModel:
         return None if self.is_quantized else self.whole
 
     def digest(self) -> str:
-        """Of its values, which must be the same on all workers."""
+        """Return a digest of the model's values, which must be the same on all workers."""
         return f"{checksum([*self.pattern.parameters(), *self.pattern.buffers()]) % 2**64:016x}"
 
     def guard(self) -> None:
-        """From now on refuse to compute with the module or to save it, until it gets other values.
+        """Refuse to compute with the module or to save it from now on, until it gets other values.
 
         Raises:
             UsageError: it has hooks that copies of it would not call.
@@ -103,12 +104,12 @@ class GivenModel:
         """Return whether an entry of a section's state is the model's, and may not be as the script has built it."""
         return _is_new(trained, path)
 
-    def take(self, values: Mapping[str, Tensor] | None) -> None:
-        """The trained values, after the loop; None on a worker that has been a spare in the end."""
+    def take_values(self, values: Mapping[str, Tensor] | None) -> None:
+        """Take the trained values, after the loop; None on a worker that has been a spare in the end."""
         self._is_spare = values is None
         if values is not None:
             self._release()
-            fill(self.whole, values)
+            fill_module(self.whole, values)
 
     def _release(self) -> None:
         while self._guards:
@@ -152,9 +153,9 @@ class WithLoss:
         """Return whether an entry of a section's state is the loss's, and may not be as the script has built it."""
         return _is_new(trained, path) and path.partition("/")[2].startswith(self._prefix)
 
-    def take(self, values: Mapping[str, Tensor] | None) -> None:
-        """The trained values, after the loop; None on a worker that has been a spare in the end."""
-        fill(self.loss, {name.removeprefix(self._prefix): value for name, value in (values or {}).items()})
+    def take_values(self, values: Mapping[str, Tensor] | None) -> None:
+        """Take the trained values, after the loop; None on a worker that has been a spare in the end."""
+        fill_module(self.loss, {name.removeprefix(self._prefix): value for name, value in (values or {}).items()})
 
 
 def _is_new(trained: Container[str], path: str) -> bool:
@@ -170,7 +171,7 @@ def _plain(module: nn.Module) -> nn.Module:
     return found
 
 
-def fill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+def fill_module(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Give a module trained values; a tied parameter is in ``values`` once, and those that were not trained are not."""
     own = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     with torch.no_grad():
@@ -230,7 +231,7 @@ class SchedulerLike:
         self._options = [copy.deepcopy(options_of(group)) for group in self.whole.optimizer.param_groups]
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
-        """A scheduler of ``optimizer``."""
+        """Build a scheduler of ``optimizer``."""
         LambdaLR(optimizer, lambda _: 1.0)  # counts the optimizer's steps, which every scheduler looks for
         for group, options in zip(optimizer.param_groups, copy.deepcopy(self._options), strict=True):
             group.update(options)
@@ -260,7 +261,7 @@ def _refuse_schedule(*_: object) -> Never:
 
 
 def loss_of(criterion: Callable[..., Tensor] | None) -> LossFunction | None:
-    """A loss module as a function of the output and the batch, with labels for its target; any other as it is."""
+    """Turn a loss module into a function of output and batch, with labels for its target; return others as they are."""
     if not isinstance(criterion, nn.Module) or not TARGETS & {*inspect.signature(criterion.forward).parameters}:
         return criterion
 
@@ -291,7 +292,7 @@ class AsFunctions(NamedTuple):
     """the scheduler, if the script has built it"""
 
     def guard(self) -> None:
-        """Training begins: from now on refuse to use them."""
+        """Refuse the use of the script's own objects from now on, as training begins."""
         if isinstance(self.lr_scheduler, SchedulerLike):
             self.lr_scheduler.begin()
         if isinstance(self.built, GivenModel):

@@ -20,7 +20,7 @@ class Tracker(Protocol):
 class Charts(Protocol):
     """A worker's charts."""
 
-    def take(self, step: int, values: Mapping[str, float], *, is_main: bool) -> None:
+    def add_step(self, step: int, values: Mapping[str, float], *, is_main: bool) -> None:
         """Chart a committed step, if this worker is the main one."""
 
     def more(self, values: Mapping[str, float]) -> None:
@@ -33,7 +33,7 @@ class Charts(Protocol):
 class NoCharts:
     """Charts of a job without ``loggers=``."""
 
-    def take(self, step: int, values: Mapping[str, float], *, is_main: bool) -> None:
+    def add_step(self, step: int, values: Mapping[str, float], *, is_main: bool) -> None:
         """Do nothing."""
 
     def more(self, values: Mapping[str, float]) -> None:

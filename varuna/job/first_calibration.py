@@ -26,13 +26,13 @@ from varuna.timing.quick import LIMIT_S, quick_calibration
 _NONE = "none"
 """In place of a file: plan from operation counts, and measure nothing at the start."""
 _AGAIN = 2
-"""So many times as long is measured where an earlier run's time had ended before the best size was known."""
+"""Factor on the time to measure, where an earlier run's ended before the best size was known."""
 _TURN_BOUND_S = 10 * LIMIT_S
 """For the worker of a host that measures; one that waits longer measures for itself."""
 
 
 def first_calibration(spec: JobSpec, facts: JobFacts, job: Job, beginning: InitialParameters) -> Calibrations | None:
-    """The calibration to begin with; None: operation counts have to do.
+    """Return the calibration to begin with; None: plan from operation counts.
 
     The workers of a host take turns, so that one of them measures and the others find what it has remembered.
 

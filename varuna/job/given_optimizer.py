@@ -71,6 +71,7 @@ class OptimizerLike:
 
     def __call__(self, named: NamedParameters) -> torch.optim.Optimizer:
         """Build an optimizer over those of ``named`` that the whole one has."""
+        # first all stand-ins as they are, which have no gradient; then those of this stage's parameters are exchanged
         exchanged: dict[int, Any] = {id(value): value for value in self._stand_ins.values()}
         exchanged |= {id(self._stand_ins[name]): parameter for name, parameter in named}
         copying = ObjectCopier(exchanged)
@@ -87,7 +88,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def an(found: object) -> str:
-    """The name of its class, with an article."""
+    """Return the name of an object's class, with an article."""
     name = type(found).__name__
     return f"an {name}" if name[0] in "AEIOU" else f"a {name}"
 
@@ -138,7 +139,7 @@ def functions_in(holder: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         return
     seen.add(id(holder))
     for name, value in list(vars(holder).items()):
-        if hasattr(value, "_wrapped_by_lr_sched"):
+        if hasattr(value, "_wrapped_by_lr_sched"):  # step(), counted by a scheduler of the script's
             continue
         label = f"a {_HOOKS[name]}" if name in _HOOKS else f"the attribute {name}"
         for each in value.values() if isinstance(value, Mapping) else [value]:

@@ -7,7 +7,7 @@ from types import FrameType
 
 
 def calls_of(subject: object, methods: Iterable[str], frame: FrameType | None) -> list[str]:
-    """Those of ``methods`` that the files of the running functions may call on ``subject``, by their name for it.
+    """Find those of ``methods`` that the files of the running functions may call on ``subject``, by their name for it.
 
     What is called by another name, or from another file, is not seen; a call on another object of that name is. So this
     is a reason to prepare, or to warn, and none to refuse.

@@ -47,8 +47,8 @@ def output_as_errors() -> Iterator[None]:
             os.close(kept)
 
 
-def offer(spec: JobSpec, steps: int) -> None:
-    """Called by a Trainer that is about to train; does not return if a tool runs the script."""
+def offer_job(spec: JobSpec, steps: int) -> None:
+    """Offer the job of a Trainer that is about to train; does not return if a tool runs the script."""
     if _active:
         raise Intercepted(spec, steps)
 

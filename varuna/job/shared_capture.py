@@ -17,7 +17,7 @@ from varuna.job.model_config import Configured
 from varuna.membership.launched import here, manager
 from varuna.membership.managed import ManagedMembership
 from varuna.partition.model import PartitionedModel
-from varuna.partition.opaque.met import told
+from varuna.partition.opaque.met import reporting
 from varuna.partition.written.graphs import CannotShareError
 from varuna.partition.written.model import from_bytes, to_bytes
 from varuna.process.console import warn
@@ -46,7 +46,7 @@ def captured_once(
         return capture() if run is None else _captured_in(run, key(), capture)
     found: list[tuple[object, Configured, PartitionedModel]] = worker.captures
     for known, configured, model in found:
-        if same(known, given):
+        if is_same(known, given):
             built.json, built.has_adapters = configured.json, configured.has_adapters
             built.marks.update(configured.marks)
             return model
@@ -66,7 +66,7 @@ def _captured_in(run: ManagedMembership, key: str | None, capture: Callable[[], 
             return capture()
     data = b""  # others do the same, without waiting, if it fails or cannot be passed on
     try:
-        with told(lambda: run.offer_work(key, b"")):
+        with reporting(lambda: run.offer_work(key, b"")):
             model = capture()
         data = _bytes_of(model)
     finally:
@@ -81,8 +81,8 @@ def _bytes_of(model: PartitionedModel) -> bytes:
         return b""
 
 
-def same(one: object, other: object) -> bool:
-    """Whether two things of a script's are the same, or functions of the same code that see the same."""
+def is_same(one: object, other: object) -> bool:
+    """Return whether two things of a script's are the same, or functions of the same code that see the same."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -94,13 +94,13 @@ def same(one: object, other: object) -> bool:
             one, other
         )
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        return list(one) == list(other) and all(is_same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
+        return len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, Namespace | SimpleNamespace):
-        return same(vars(one), vars(other))
+        return is_same(vars(one), vars(other))
     parts = _parts(one)
-    return parts is not None and same(parts, _parts(other))
+    return parts is not None and is_same(parts, _parts(other))
 
 
 def _parts(function: Any) -> tuple[Any, ...] | None:

@@ -90,7 +90,7 @@ class JobSpec:
     memory: Memory = field(default_factory=Memory)
     network: Network = field(default_factory=Network)
     trains_nothing_else: bool = False
-    """nobody trains parameters that are no part of the model: the script's optimizer is built"""
+    """no parameter beside the model's is trained: the script's optimizer is built"""
 
     def __post_init__(self) -> None:
         for name in (
@@ -134,7 +134,7 @@ class JobSpec:
 
     @property
     def samples(self) -> int:
-        """On how many samples the order depends; 0: on none, since the dataset has no length."""
+        """Number of samples on which the order depends; 0: none, since the dataset has no length."""
         return self.source.order_length or 0
 
     @property
@@ -149,7 +149,7 @@ class JobSpec:
 
     @property
     def is_steered(self) -> bool:
-        """Return whether the training loop may write options of the optimizer's groups: it has the optimizer."""
+        """Whether the training loop may write options of the optimizer's groups: it has the optimizer."""
         return isinstance(self.optimizer, OptimizerLike)
 
     @cached_property
@@ -210,7 +210,7 @@ class JobSpec:
         return self._reader_of(self.dataset, lambda position: position // self.global_batch, ramp=self.ramp)
 
     def examples_before(self, step: int) -> int:
-        """Examples of all steps before one."""
+        """Return the examples of all steps before one."""
         return step * self.global_batch if self.ramp is None else self.ramp.before(step)
 
     @cached_property
@@ -255,7 +255,7 @@ class JobSpec:
 
     @cached_property
     def update_check(self) -> UpdateCheck:
-        """Return what the update is checked with before it is made."""
+        """The checks of the update before it is made."""
         return UpdateCheck(
             self.partitioned,
             self.update,
@@ -285,7 +285,7 @@ class JobSpec:
         return captured_once(given, lambda: self._partition(batch), built=self.built, key=lambda: self.key_of(batch))
 
     def key_of(self, batch: Mapping[str, Tensor], *more: object) -> str | None:
-        """By what other workers know a capture of this job's model; ``more`` is what else decides on it."""
+        """Return the key by which other workers know a capture of this job's model; ``more`` also decides on it."""
         options = self.collate.lengths, self.cut, self.ema is None, self.loss.weight is None, self.memory_apart, more
         return None if self._recipe_digest is None else capture_key(self._recipe_digest, batch, options)
 
@@ -309,11 +309,11 @@ class JobSpec:
 
     @cached_property
     def _wants_step(self) -> bool:
-        """Return whether forward() requires a parameter ``step``, or a function of the user's names such a key."""
+        """Whether forward() requires a parameter ``step``, or a function of the user's names such a key."""
         found = Reads()
         for function in (self.loss.function, self.metrics, self.loss.weight):
             if function is not None:
-                found.follow(function, "")
+                found.follow_reads(function, "")
         if STEP in found.texts:
             return True
         try:
@@ -322,7 +322,7 @@ class JobSpec:
             return False
 
     def reader_of(self, dataset: Any, *, step: int, in_order: bool = False) -> SampleSource:
-        """Reads another dataset as the job's own is read.
+        """Return a source that reads another dataset as the job's own is read.
 
         Args:
             dataset: not the job's own.
@@ -350,7 +350,7 @@ class JobSpec:
         )
 
     def batch(self, examples: int) -> dict[str, Tensor]:
-        """The first ``examples`` samples of the run, collated."""
+        """Return the first ``examples`` samples of the run, collated."""
         return self.source.micro_batch(range(examples)).tensors
 
     @cached_property
@@ -364,7 +364,7 @@ class JobSpec:
         return self.batch(max(CAPTURED_SAMPLES, least or 0))
 
     def cast(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Buffers as sections compute with them, on the device."""
+        """Return buffers as sections compute with them, on the device."""
         return {name: cast(value.to(self.device), self.dtype) for name, value in buffers.items()}
 
     def beginning(self) -> InitialParameters:
@@ -382,8 +382,8 @@ class JobSpec:
         )
 
     def initial(self) -> Initial:
-        """The whole model as it is before step 0."""
-        initial = self.beginning().whole()
+        """Return the whole model as it is before step 0."""
+        initial = self.beginning().whole_model()
         return initial if self.precision == "fp32" else initial.to(self.dtype)
 
     @property
@@ -456,7 +456,7 @@ class JobSpec:
                 )
 
     def _check_after_step(self) -> None:
-        """All parameters of a stage must be in one memory, and new on every replica."""
+        """Refuse what would leave a stage's parameters in two memories, or updated on one replica only."""
         if self.after_step is None:
             return
         if self.memory.shard_optimizer:
@@ -471,7 +471,7 @@ class JobSpec:
             )
 
     def _check_before_step(self) -> None:
-        """Parameters and their gradients must not be apart, nor fp32 parameters elsewhere."""
+        """Refuse what would put parameters and gradients into two memories, or fp32 parameters on other replicas."""
         if self.precision == "fp32" or self.before_step is None:
             return
         if self.memory.shard_optimizer:
@@ -491,5 +491,5 @@ def _numbers(functions: Mapping[str, Any]) -> list[ReadPlace]:
     found = Reads()
     for name, function in functions.items():
         if function is not None:
-            found.follow(function, name)
+            found.follow_reads(function, name)
     return found.numbers()

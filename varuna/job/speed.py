@@ -38,8 +38,8 @@ class SpeedLines:
         self._first: tuple[int, float, float] | None = None  # step, seconds, loss
         self._newest: tuple[int, float, float] | None = None
 
-    def take(self, step: int, loss: float) -> None:
-        """A step is over; the time between two of them is the script's, too."""
+    def add_step(self, step: int, loss: float) -> None:
+        """Note a step that is over; the time from one to the next includes the script's own."""
         now_s = self._clock()
         self._newest = step, now_s, loss
         self._first = self._first or self._newest
@@ -55,7 +55,7 @@ class SpeedLines:
         )
 
     def close(self) -> None:
-        """The run is over: say how fast it was since its first step, which had to wait for all that comes before."""
+        """Say how fast the run was since its first step, which had to wait for all that comes before."""
         if self._first is None or self._newest is None or self._first[0] == self._newest[0]:
             return
         (first, first_s, before), (last, last_s, after) = self._first, self._newest

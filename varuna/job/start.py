@@ -1,4 +1,18 @@
-"""From a job's spec to a worker's life: what the engine, the planner and the manager are told of it."""
+"""From a job's spec to a worker's life: what the engine, the planner and the manager are told of it.
+
+The values that describe one job, and who gets them::
+
+    JobSpec --job_facts---> JobFacts         manager, planner, other ranks: all must agree on it
+       |    --engine_job--> Job              engine: model on the device, optimizer, buffers, dtype
+       |                     |
+       |                     v
+       +---> samples, --> WorkerContext      what every generation of this worker is made from
+             first values    |
+                             v
+                          Session            generation after generation, until the last step
+
+``begin`` refuses in the order of what that costs: options; files and processes; then what the captured model shows.
+"""
 
 import json
 import os
@@ -21,7 +35,7 @@ from varuna.core.membership import Membership
 from varuna.core.model import JobFacts
 from varuna.core.saved import ALONE_EVERY_S
 from varuna.data.digests import sample_digest
-from varuna.engine.base.compute_process import settle
+from varuna.engine.base.compute_process import configure_process
 from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.device.capacity import device_class
@@ -105,11 +119,11 @@ class Behind(NamedTuple):
     is_main: bool = False
     """this worker was rank 0"""
     has_loop: bool = True
-    """its loop goes on from what ``state=`` names in the checkpoint; else it has had all of its turns"""
+    """its loop continues from what ``state=`` names in the checkpoint; else it has had all of its turns"""
 
 
 def begin(spec: JobSpec, n: int, membership: Membership, *, number: int = 0) -> Session:
-    """A worker's life, to be run; what can be refused before the model is captured, is.
+    """Prepare a worker's session, to be run; refuse before the capture what needs no captured model.
 
     Args:
         spec: the job.
@@ -124,7 +138,7 @@ def begin(spec: JobSpec, n: int, membership: Membership, *, number: int = 0) -> 
         UsageError: the update keeps what cannot be moved or saved.
     """
     _check_links(spec)
-    settle(spec.device)
+    configure_process(spec.device)
     if spec.checkpoints is not None and "://" not in (place := location(spec.checkpoints.place)):
         check_writable(open_store(place))  # a folder needs no threads, unlike a bucket, which comes after processes
     # Now: processes that are forked later keep copies of state, and share files that were opened
@@ -137,6 +151,7 @@ def begin(spec: JobSpec, n: int, membership: Membership, *, number: int = 0) -> 
         check_writable(store)
         left_out = None if spec.checkpoints.frozen else FrozenParameters(spec.partitioned.changing)
         every = spec.checkpoints.every
+        # a time that the user has chosen holds, even where every section is held only once
         alone_s = ALONE_EVERY_S if every == CHECKPOINTED_EVERY else None
         saver = Snapshotter(store, every, membership.saved, membership.unsaved, alone_s=alone_s, left_out=left_out)
     # first, since it may ask for more than the next
@@ -164,7 +179,7 @@ def begin(spec: JobSpec, n: int, membership: Membership, *, number: int = 0) -> 
 
 
 def _publisher(spec: JobSpec, publish: Publish) -> Publisher:
-    """Publishes the model, or the adapter.
+    """Make the publisher of the model, or of the adapter.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -202,7 +217,7 @@ def open_session(
     measures: bool = False,
     behind: Behind | None = None,
 ) -> Session:
-    """A worker's life, to be run: of this job, or of a rehearsal with another batch and beginning.
+    """Prepare a worker's session, to be run: of this job, or of a rehearsal with another batch and beginning.
 
     Args:
         spec: the job.
@@ -217,6 +232,7 @@ def open_session(
         behind: the training is over, and is looked at.
     """
     model, first = spec.partitioned, beginning or spec.beginning()
+    # part of the facts on which ranks must agree: each may have built its model with other values
     values = f":{spec.model.digest()}" if isinstance(spec.model, GivenModel | WithLoss) else ""
     facts = job_facts(spec, n, initialisation=first.name + values, saves=saver is not None, rescue=rescue)
     facts = facts.model_copy(update={"first_samples": f"{sample_digest(spec.captured_batch):x}"})
@@ -227,7 +243,7 @@ def open_session(
     buffers = first.buffers(needed) if (needed := needed_buffers(model)) else {}
     job = engine_job(spec, on_device(model, spec.device), buffers)
     if measures and (known := first_calibration(spec, facts, job, first)) is not None:
-        membership.offer(known.model_dump_json())
+        membership.offer_calibrations(known.model_dump_json())
     context = WorkerContext(
         job,
         spec.training_source,
@@ -257,7 +273,7 @@ def open_session(
 
 
 def _in_files(model: PartitionedModel, first: InitialParameters) -> FrozenParameters | None:
-    """Leaves out frozen parameters that every worker can read; None: there are none."""
+    """Return a filter that leaves out frozen parameters which every worker can read; None: there are none."""
     frozen = first.stored - model.changing
     return FrozenParameters(model.shapes.keys() - frozen) if frozen else None
 
@@ -393,7 +409,7 @@ def _check_ramp(spec: JobSpec) -> None:
 
 
 def _check_normalisation(spec: JobSpec) -> None:
-    """A model with batch normalisation needs an m of the user's."""
+    """Refuse batch normalisation without a micro-batch size of the user's."""
     model = spec.partitioned
     if model.facts.batch_dependent and spec.fixed_micro_batch is None:
         updates = (update for section in model.sections for update in section.updates if update.kinds is None)

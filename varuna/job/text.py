@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from varuna.core.errors import ModelError, UsageError
-from varuna.engine.aside.generate import Choice
+from varuna.engine.inference.generate import Choice
 from varuna.job.arguments import check_number, check_whole, described
 from varuna.job.shared_capture import captured_once
 from varuna.job.spec import JobSpec
@@ -39,7 +39,7 @@ def choice_of(temperature: float, top_k: int | None, seed: int) -> Choice:
 
 
 def texts_of(prompts: Iterable[Iterable[int]], new_tokens: int) -> list[list[int]]:
-    """Prompts as lists of tokens: a list of lists or tensors, or a tensor with a row for each.
+    """Return prompts as lists of tokens, given as lists, tensors, or a tensor with a row for each.
 
     Raises:
         UsageError: they are something else, one of them is empty, or nothing is to be added.
@@ -73,11 +73,12 @@ def length_for(spec: JobSpec, texts: Sequence[Sequence[int]], new_tokens: int) -
             f"trainer.generate: the longest prompt and max_new_tokens={new_tokens} make {needed} tokens, but the model "
             f"is trained on {most}. Shorten one of them."
         )
+    # the next power of two: each length is a graph of its own
     return min(most, max(_SHORTEST, 1 << (needed - 1).bit_length()))
 
 
 def trained_length(spec: JobSpec) -> int:
-    """Tokens of a training sample, the longest if several lengths are declared."""
+    """Return the tokens of a training sample, of the longest if several lengths are declared."""
     shape = spec.partitioned.inputs[_token_keys(spec)[0]].shape
     if not shape:
         raise UsageError("trainer.generate needs a language model, whose samples are rows of tokens")
@@ -85,7 +86,7 @@ def trained_length(spec: JobSpec) -> int:
 
 
 def capture_text(spec: JobSpec, length: int) -> tuple[PartitionedModel, tuple[str, ...]]:
-    """The model with logits for rows of ``length`` tokens, and the inputs that the tokens are passed as.
+    """Capture the model with logits for rows of ``length`` tokens; return it and the inputs that are the tokens.
 
     Some models return logits of all tokens only if they get targets as well: then these are the tokens too.
 
@@ -112,7 +113,9 @@ def _captured(spec: JobSpec, keys: tuple[str, ...], length: int) -> PartitionedM
 
 
 def check_vocabulary(model: PartitionedModel, key: str, texts: Sequence[Sequence[int]]) -> None:
-    """On every rank, since only the first stage would see that its table has no such row, and others would wait for it.
+    """Refuse tokens for which the model has no row.
+
+    On every rank: only the first stage would find that its table lacks one, and the others would wait for it.
 
     Args:
         model: as captured for texts.
@@ -133,7 +136,7 @@ def check_vocabulary(model: PartitionedModel, key: str, texts: Sequence[Sequence
 
 
 def _rows_of_tables(model: PartitionedModel, key: str) -> Iterator[int]:
-    """Of each embedding in which tokens are looked up as they come; elsewhere they may have been changed before."""
+    """Yield the rows of each embedding in which tokens are looked up as they come, not changed before."""
     for section in model.sections:
         graph = section.module.graph
         size = ("",) if section.needs_batch_size else ()

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
-from varuna.checkpoint.manifest import Manifest, check_compatible, intact, look
+from varuna.checkpoint.manifest import Manifest, check_compatible, find_step, intact
 from varuna.core.errors import FleetError
 from varuna.core.messages import TrainingOver
 from varuna.core.model import JobFacts
@@ -31,7 +31,7 @@ _POLL_S = 0.1
 
 
 def look_back(spec: JobSpec, facts: JobFacts, steps: int, behind: Behind) -> Session | None:
-    """A session that has the state after ``steps`` steps once its ``steps()`` are through; None: nobody has kept it.
+    """Open a session that has the state after ``steps`` steps once its ``steps()`` are through; None: it is not kept.
 
     Args:
         spec: the job.
@@ -59,9 +59,9 @@ def look_back(spec: JobSpec, facts: JobFacts, steps: int, behind: Behind) -> Ses
 
 
 def _shown(place: str, steps: int) -> Manifest | None:
-    """The manifest of a step, which the manager may be about to write; None if it does not come."""
+    """Wait for the manifest of a step, which the manager may be about to write; None if it does not come."""
     store, until_s = open_store(place), time.monotonic() + SHOWN_BOUND_S
-    while not (folder := look(store, steps)).is_committed:
+    while not (folder := find_step(store, steps)).is_committed:
         if time.monotonic() >= until_s:
             return None
         time.sleep(_POLL_S)
@@ -83,7 +83,7 @@ def generators_of_script() -> ExitStack:
 
 
 class Training:
-    """Begins when it is made; under a manager it goes on when workers are lost after its end, too."""
+    """A training, which begins when it is made; under a manager it outlives workers lost after its end, too."""
 
     def __init__(self, spec: JobSpec, n: int) -> None:
         """Prepare to train ``n`` steps.
@@ -113,11 +113,11 @@ class Training:
             yield from self.session.steps()
         self._is_over = True
 
-    def aside(self, run: Callable[[Generation], T], doing: str) -> T | None:
+    def run_between_steps(self, run: Callable[[Generation], T], doing: str) -> T | None:
         """Use the state between two steps, or after the last; None if that was interrupted, and may be tried again.
 
         Raises:
-            FleetError: the training ended without this worker, and nobody has kept what it has left.
+            FleetError: the training ended without this worker, and no checkpoint has its state.
         """
         session = self.session
         if session.current is None and session.over is not None:
@@ -125,8 +125,8 @@ class Training:
                 f"training {self._number + 1} of the script ended without this worker, which would read what it has "
                 "left from its last checkpoint, and there is none. Pass checkpoints= to its Trainer."
             )
-        found = session.aside(run, doing)
-        return self.session.aside(run, doing) if found is None and self._is_left_alone() else found
+        found = session.run_between_steps(run, doing)
+        return self.session.run_between_steps(run, doing) if found is None and self._is_left_alone() else found
 
     def export(self, write: Callable[[Generation | None], None], path: Path) -> None:
         """Write the model to ``path``; one that others have written there stays.
@@ -145,13 +145,13 @@ class Training:
                 write(self.session.current)
 
     def _is_written(self, path: Path) -> bool:
-        """Whether a model is at ``path`` already, of a training that this worker only looks at."""
+        """Return whether a model is at ``path`` already, of a training that this worker only looks at."""
         names = ("", "model.safetensors", ADAPTER)
         is_other = self._behind is not None and not self._behind.is_main
         return is_other and any((path / name).is_file() for name in names)
 
     def _is_left_alone(self) -> bool:
-        """After the last step nobody takes a lost worker's place: from now on this one has the state for itself.
+        """Take the state for this worker alone, if workers were lost after the last step, whom no spare replaces.
 
         False as long as that is not so, or if the state is nowhere else.
         """
@@ -166,7 +166,7 @@ class Training:
         return True
 
     def _look_back(self, steps: int, behind: Behind) -> bool:
-        """Take the state from the last checkpoint; False if nobody has kept one."""
+        """Take the state from the last checkpoint; return False if there is none."""
         facts = self.session.facts
         if self._behind is not None or facts.checkpoint_dir is None:
             return False

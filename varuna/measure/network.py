@@ -148,7 +148,7 @@ class Peers:
             group = Group(self._store, name, place, ranks, self._endpoint)
         samples = []
         for size in sizes:
-            values = copies.up({"sums": torch.zeros(max(1, size // 4))})["sums"]
+            values = copies.copy_to_device({"sums": torch.zeros(max(1, size // 4))})["sums"]
             taken_s = 0.0
             for _ in range(self._pace.warm_rounds):
                 self.meet()
@@ -168,7 +168,7 @@ def _swap_many(pair: Group, peer: int, tag: int, size_bytes: int, rounds: int, t
     device, if it has a memory of its own; to pack it on a CPU is part of the action that sends it, not of the link.
     """
     inbox, copies = Inbox(Patience(last_s=_WAIT_S)), traffic.links
-    body = copies.up({"body": torch.zeros(size_bytes - _TIME_BYTES, dtype=torch.uint8)})["body"]
+    body = copies.copy_to_device({"body": torch.zeros(size_bytes - _TIME_BYTES, dtype=torch.uint8)})["body"]
     sender = Sender(pair, peer, tag, inbox, f"with rank {peer}")
     Receiver(pair, peer, tag, inbox, f"with rank {peer}", [(number, size_bytes) for number in range(rounds)], copies)
     taken_s = []
@@ -177,9 +177,9 @@ def _swap_many(pair: Group, peer: int, tag: int, size_bytes: int, rounds: int, t
         buffer = copies.room(size_bytes).zero_()
         pairs = [(body, buffer[_TIME_BYTES:])] if traffic.streams is not None else []
         buffer[:_TIME_BYTES].view(torch.float64)[0] = time.monotonic()
-        sender.send(Packed(buffer, copies.down(pairs)))
+        sender.send(Packed(buffer, copies.copy_to_host(pairs)))
         received: torch.Tensor = inbox.take(number, lambda: Awaited("a message of the calibration", (peer,)))
-        copies.up({"body": received[_TIME_BYTES:]})
+        copies.copy_to_device({"body": received[_TIME_BYTES:]})
         copies.point().wait()
         taken_s.append(time.monotonic() - float(received[:_TIME_BYTES].view(torch.float64)[0]))
     sender.close()

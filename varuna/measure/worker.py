@@ -19,7 +19,7 @@ from varuna.calibration.windows import choose_windows, sizes_to_measure, window_
 from varuna.core.errors import VarunaError
 from varuna.core.model import ModelFacts
 from varuna.core.plan import Plan
-from varuna.engine.base.compute_process import settle
+from varuna.engine.base.compute_process import configure_process
 from varuna.engine.base.transport import connect_store, prefixed
 from varuna.engine.device.capacity import device_bytes, device_class, hardware_name, usable_bytes
 from varuna.engine.links.traffic import TransferPaths
@@ -52,7 +52,7 @@ def measure(spec: JobSpec, peers: Peers, store: Any, tell: Callable[[str], None]
     Raises:
         VarunaError: the model cannot be captured, or a section does not fit.
     """
-    settle(spec.device)
+    configure_process(spec.device)
     tell("capturing the model")
     model = spec.partitioned
     facts, kinds = model.facts, section_kinds(model)

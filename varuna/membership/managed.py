@@ -67,7 +67,7 @@ _AWAY_S = 20.0
 
 
 class Rendezvous:
-    """The store of one generation. ``take`` runs on the connection's thread, the rest on any.
+    """The store of one generation. ``take_values`` runs on the connection's thread, the rest on any.
 
     Args:
         generation: its number.
@@ -127,7 +127,7 @@ class Rendezvous:
             raise RuntimeError(f"the manager has not answered for {_AWAY_S:.0f} s")
         return not missing
 
-    def take(self, found: Found) -> None:
+    def take_values(self, found: Found) -> None:
         """Take values that have arrived."""
         if found.generation != self.generation:
             return
@@ -221,7 +221,7 @@ class ManagedMembership:
         """Number of trainings that this process has begun: the number of the next one."""
         return self._training + 1
 
-    def offer(self, calibrations: str) -> None:
+    def offer_calibrations(self, calibrations: str) -> None:
         """Keep it for the Hello."""
         self._calibrations = calibrations
 
@@ -473,7 +473,7 @@ class ManagedMembership:
                 self._on_show(message)
             case Found():
                 if self._rendezvous is not None:
-                    self._rendezvous.take(message)
+                    self._rendezvous.take_values(message)
             case WorkFound():
                 self._work.put(message)
             case Recorded(step=step):

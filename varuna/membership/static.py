@@ -147,7 +147,7 @@ class StaticMembership:
         """Rank 0 plans for all."""
         return self.world.rank == 0 and self._plans_from is not None
 
-    def offer(self, calibrations: str) -> None:
+    def offer_calibrations(self, calibrations: str) -> None:
         """Plan from it."""
         if self._plans_from is not None:
             self._known = Calibrations.model_validate_json(calibrations)
@@ -365,7 +365,7 @@ class StaticMembership:
         if keeper is None:
             return
         if self.world.size == 1:
-            keeper.settle()  # our own shards are all reported, or lost
+            keeper.wait_until_settled()  # our own shards are all reported, or lost
         elif step > self._restored_step and not keeper.wait_for(step, COMMIT_BOUND_S):
             warn(f"the checkpoint of step {step} is incomplete after {COMMIT_BOUND_S:.0f} s")
         self._closing.set()

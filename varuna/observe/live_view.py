@@ -49,7 +49,7 @@ def live_view(
     doing_s: float | None = None,
     heads: Sequence[RenderableType] = (),
 ) -> RenderableType:
-    """The answer of ``/status`` in at most ``rows`` lines of ``width`` columns.
+    """Return the answer of ``/status`` in at most ``rows`` lines of ``width`` columns.
 
     Args:
         status: what the manager says.
@@ -63,7 +63,7 @@ def live_view(
     left = rows - len(fixed)
     split = split_table(status, width) if left >= _ROOM_FOR_SPLIT else []
     left -= _height(split)
-    sentences = [sentence(mark, width) for mark in told(status["marks"])]
+    sentences = [sentence(mark, width) for mark in untold_marks(status["marks"])]
     story_rows = sum(map(len, sentences))
     spares = without_seat(status)
     # The story gets a third of the room, and what the workers leave of the rest.
@@ -75,7 +75,7 @@ def live_view(
 
 
 def rule(*, plain: bool) -> RenderableType:
-    """Return the rule that sets the view apart from lines above it."""
+    """Return the rule between the view and the lines above it."""
     return Rule(style="dim", characters="-" if plain else "─")
 
 
@@ -182,13 +182,13 @@ def _spent(status: Mapping[str, Any]) -> list[str]:
     return [*([] if cost is None else [cost["words"]]), *([] if budget is None else budget["phrases"])]
 
 
-def told(marks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of the story, what the view has no other place for."""
+def untold_marks(marks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the marks of the story that the view shows nowhere else."""
     return [mark for mark in marks if mark["kind"] not in _UNTOLD]
 
 
 def sentence(mark: Mapping[str, Any], width: int) -> list[Text]:
-    """A mark of the story in at most two lines."""
+    """Return a mark of the story in at most two lines."""
     at, style = f"{clock(mark['time_s'])}  ", _KINDS.get(mark["kind"], "")
     first = mark["text"].partition("\n")[0]
     lines: list[Text] = []
@@ -211,7 +211,7 @@ def _newest(sentences: Sequence[Sequence[Text]], rows: int) -> list[Text]:
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """A character for each value, the higher the greater; a blank where there is none. Empty for less than two."""
+    """Return a character for each value, the higher the greater; a blank for None. Empty for less than two."""
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return ""
@@ -221,7 +221,7 @@ def sparkline(values: Sequence[float | None]) -> str:
 
 
 def clock(time_s: float) -> str:
-    """A moment in seconds since 1970, by the clock on the wall."""
+    """Return a moment, in seconds since 1970, as local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(time_s))
 
 

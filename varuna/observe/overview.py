@@ -19,7 +19,7 @@ _NEWEST = 8
 
 
 def overview(status: Mapping[str, Any], width: int, *, plain: bool = False) -> RenderableType:
-    """The answer of ``/status`` for people, once."""
+    """Return the answer of ``/status`` for people, once."""
     began_s = status.get("began_s")
     waited_s = None if began_s is None or status["step"] is not None else time.time() - began_s
     parts: list[RenderableType] = [headline(status, width, waited_s), *numbers(status, width, plain=plain)]

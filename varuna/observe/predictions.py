@@ -44,7 +44,7 @@ class PredictionBook:
         self._newest = dict[int, GenerationTimed]()
         self._is_over = False
 
-    def take(self, event: RunEvent) -> None:
+    def add_event(self, event: RunEvent) -> None:
         """Note an event."""
         match event:
             case RunEnded():
@@ -71,7 +71,7 @@ def checked_predictions(events: Iterable[RunEvent]) -> tuple[CheckedPrediction, 
     """Check the predictions of a whole log."""
     book = PredictionBook()
     for event in events:
-        book.take(event)
+        book.add_event(event)
     return book.checked
 
 
@@ -98,6 +98,7 @@ def _since(now: Sequence[RankTimes], before: Sequence[RankTimes]) -> float:
     if not before:
         return max(each.step_s for each in now)
     return max(
+        # both are means since the generation began: seconds in all, less those that were told before
         (late.steps * late.step_s - early.steps * early.step_s) / max(1, late.steps - early.steps)
         for late, early in zip(now, before, strict=True)
     )

@@ -24,7 +24,7 @@ def progress_line(
     row: GenerationRow,
     left_s: float | None = None,
 ) -> str:
-    """One line that says where the run is; steps count from 0, so step 11 of 48 reads ``12/48``."""
+    """Return one line that says where the run is; steps count from 0, so step 11 of 48 reads ``12/48``."""
     rate = (
         f"{format_rate(examples_per_s * tokens_per_example)} tokens/s"
         if tokens_per_example
@@ -38,7 +38,7 @@ def progress_line(
 
 
 def plan_line(row: GenerationRow) -> str:
-    """One line for the plan that a run starts with."""
+    """Return one line for the plan that a run starts with."""
     plan = row.plan
     spares = row.workers - plan.ranks
     idle = f", {spares} of them idle" if spares else ""
@@ -76,7 +76,7 @@ def risk_line(replicas: int, copies: Copies, *, checkpoint_dir: str | None, resc
 def closing_line(
     history: RunHistory, exit_code: int, elapsed_s: float, checkpoint: str | None, spent: str = "", *, before: int = 0
 ) -> str:
-    """One line for a run that is over: steps, loss, step time, workers lost, checkpoint, cost.
+    """Return one line for a run that is over: steps, loss, step time, workers lost, checkpoint, cost.
 
     Args:
         history: all of it.
@@ -105,7 +105,7 @@ def closing_line(
 
 
 def morph_line(morph: Morph, arrow: str = "→") -> str:
-    """One line for a morph: its cause, both plans, the price."""
+    """Return one line for a morph: its cause, both plans, the price."""
     before, after = morph
     if after.recovery_seconds is None:
         price = "superseded before a step finished"
@@ -119,7 +119,7 @@ def morph_line(morph: Morph, arrow: str = "→") -> str:
 
 
 def generation_table(rows: Sequence[GenerationRow], last_step: int) -> Table:
-    """All generations of a run; ``last_step`` is the newest committed step."""
+    """Return a table of all generations of a run; ``last_step`` is the newest committed step."""
     table = Table(title="Generations", title_justify="left", box=None, pad_edge=False, header_style="bold")
     for name in ("generation", "plan", "micro-batches", "workers", "steps", "recovery", "redone"):
         table.add_column(name, justify="left" if name == "plan" else "right", no_wrap=True)

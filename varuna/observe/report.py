@@ -30,7 +30,7 @@ class PlanShape(Value):
 
     @classmethod
     def of(cls, plan: Plan) -> "PlanShape":
-        """The shape of ``plan``."""
+        """Return the shape of ``plan``."""
         return cls(
             stages=plan.stages,
             replicas=plan.replicas,
@@ -60,7 +60,7 @@ class GenerationRow(Value):
 
     @classmethod
     def of(cls, record: GenerationRecord) -> "GenerationRow":
-        """The row of ``record``."""
+        """Return the row of ``record``."""
         return cls(
             generation=record.generation,
             plan=PlanShape.of(record.plan),
@@ -102,9 +102,9 @@ class RunHistory:
         checked = self._predictions.checked
         return checked[-1] if checked else None
 
-    def take(self, event: RunEvent) -> Morph | None:
+    def add_event(self, event: RunEvent) -> Morph | None:
         """Note an event; returns the morph that it completes, or that it overtakes."""
-        self._predictions.take(event)
+        self._predictions.add_event(event)
         match event:
             case GenerationStarted(record=record):
                 overtaken = Morph(*self.generations[-2:]) if self._open else None
@@ -136,12 +136,12 @@ class RunHistory:
         return self.earlier_steps + max(0, newest + 1 - first)
 
     def curve(self, steps: int) -> list[float]:
-        """Losses of steps 0 to ``steps`` - 1; NaN where none was recorded."""
+        """Return the losses of steps 0 to ``steps`` - 1; NaN where none was recorded."""
         return [self.losses.get(step, float("nan")) for step in range(steps)]
 
 
 def largest_relative_difference(losses: list[float], reference: list[float]) -> float:
-    """Largest ``|a - b| / |b|`` of two equally long curves; infinite if one has a NaN.
+    """Return the largest ``|a - b| / |b|`` of two equally long curves; infinite if one has a NaN.
 
     Raises:
         ValueError: the curves differ in length, or are empty.

@@ -1,4 +1,4 @@
-"""A run as its user sees it while it goes on: events become lines, and between them the state of the fleet does."""
+"""A run as its user sees it while it trains: events become lines, and between them the state of the fleet does."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 from varuna.fleet.page.pace import StepPace
 from varuna.fleet.page.phases import phase_of
-from varuna.fleet.page.story import Mark, told
+from varuna.fleet.page.story import Mark, sentence_of
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.phases import Ended
 from varuna.fleet.state.run_events import (
@@ -66,35 +66,35 @@ class RunView:
 
     def recall(self, event: RunEvent) -> None:
         """Take an event that an earlier manager has already shown."""
-        self.history.take(event)
+        self.history.add_event(event)
 
     def __call__(self, event: RunEvent) -> None:
         """Take the next event; called on the run's own thread."""
         if self._before is None:
             self._before = self.history.steps
-        morph = self.history.take(event)
+        morph = self.history.add_event(event)
         is_pictured = self._glance is not None and self._progress.is_live
         if is_pictured:
             self._remember(event)
         elif morph is not None:
-            self._progress.tell(morph_line(morph, self._progress.arrow), style="yellow")
+            self._progress.print_line(morph_line(morph, self._progress.arrow), style="yellow")
         match event:
             case GenerationStarted():
                 self._begin(is_pictured)
             case StepRecorded(step=step, loss=loss, examples_per_s=rate) if not is_pictured:
                 total = self._steps_in_all()
-                self._pace.take(step, self._clock())
+                self._pace.add_step(step, self._clock())
                 row, left_s = self.history.generations[-1], self._pace.left_s(total)
                 line = progress_line(step, total, loss, rate, self._tokens_per_example, row, left_s)
                 self._progress.show(line, final=step + 1 == total)
             case WorkerLost(cause=cause) if not self.history.generations and not is_pictured:
-                self._progress.tell(f"lost   {cause}", style="yellow")
+                self._progress.print_line(f"lost   {cause}", style="yellow")
             case TrainingEnded():
                 self._progress.show("", final=self._progress.is_live)
-                if (mark := told(event, self._time_s(), None)) is not None:
-                    self._progress.tell(mark.text)
+                if (mark := sentence_of(event, self._time_s(), None)) is not None:
+                    self._progress.print_line(mark.text)
             case Notice(text=text, warning=warning):
-                self._progress.tell(f"warning  {text}" if warning else text, style="red" if warning else "dim")
+                self._progress.print_line(f"warning  {text}" if warning else text, style="red" if warning else "dim")
 
     def watch(self, fleet: Callable[[], Fleet], glance: Callable[[], Mapping[str, Any]] | None = None) -> None:
         """Look at the run from time to time, on a thread of this view's own, until ``close``.
@@ -107,7 +107,7 @@ class RunView:
         start("view", self._look)
 
     def close(self, ended: Ended | None, checkpoint: str | None, spent: str = "") -> None:
-        """The run is over, or goes on without its manager (None): say how it went, unless it never began."""
+        """Say how a run went that is over, or continues without its manager (None), unless it never began."""
         self._over.set()
         self._progress.show("", final=self._progress.is_live)
         while self._story:
@@ -115,13 +115,13 @@ class RunView:
         if ended is not None and self.history.generations:
             elapsed_s = self._clock() - self._began_s
             line = closing_line(self.history, ended.exit_code, elapsed_s, checkpoint, spent, before=self._before or 0)
-            self._progress.tell(line, style="red" if ended.exit_code else "green")
+            self._progress.print_line(line, style="red" if ended.exit_code else "green")
 
     # -- the live view ---------------------------------------------------------------------------------------
 
     def _remember(self, event: RunEvent) -> None:
-        """Notices are told in full at once, and the rest of the story in the live view."""
-        mark = told(event, self._time_s(), None)
+        """Keep an event for the live view; notices are told in full at once."""
+        mark = sentence_of(event, self._time_s(), None)
         if mark is None or mark.kind not in _STORY:
             return
         self._story.append(mark)
@@ -130,7 +130,7 @@ class RunView:
 
     def _push_out(self) -> None:
         mark = self._story.popleft()
-        self._progress.tell(f"{clock(mark.time_s)}  {mark.text}", style=_STORY[mark.kind])
+        self._progress.print_line(f"{clock(mark.time_s)}  {mark.text}", style=_STORY[mark.kind])
 
     def _picture(self, glance: Mapping[str, Any], doing_s: float) -> None:
         width, rows = self._progress.size
@@ -141,13 +141,13 @@ class RunView:
 
     # -- what the fleet says between events ------------------------------------------------------------------
 
-    def look(self, fleet: Fleet) -> None:
+    def show_now(self, fleet: Fleet) -> None:
         """Show what the run does now: in a log once, on a terminal with the seconds that it has taken."""
         phase, now_s = phase_of(fleet), self._clock()
         if phase != self._phase:
             self._phase, self._phase_s = phase, now_s
             if phase and not self._progress.is_live and len(fleet.history) <= 1:
-                self._progress.tell(phase, style="dim")
+                self._progress.print_line(phase, style="dim")
         if self._glance is not None and self._progress.is_live:
             self._picture(self._glance(), now_s - self._phase_s)
         elif not phase:
@@ -158,20 +158,20 @@ class RunView:
     def _look(self) -> None:
         assert self._fleet is not None
         while not self._over.wait(_LOOK_S):
-            self.look(self._fleet())
+            self.show_now(self._fleet())
 
     def _begin(self, is_pictured: bool) -> None:
-        """A generation begins: say what it runs if it is the first, and what it puts at risk if that is new."""
+        """Say what a new generation runs if it is the first, and what it puts at risk if that is new."""
         row, *before = reversed(self.history.generations)
-        self._pace.begin()
+        self._pace.begin_generation()
         if not before and not is_pictured:
-            self._progress.tell(plan_line(row))
+            self._progress.print_line(plan_line(row))
         job = self._fleet().job if self._fleet is not None else None
         is_new = not before or before[0].plan.replicas > 1 or before[0].copies is not row.copies
         if is_new and job is not None:
             saved, rescues = job.checkpoint_dir, job.rescues
             if risk := risk_line(row.plan.replicas, row.copies, checkpoint_dir=saved, rescues=rescues):
-                self._progress.tell(risk, style="yellow")
+                self._progress.print_line(risk, style="yellow")
 
     def _steps_in_all(self) -> int:
         job = self._fleet().job if self._fleet is not None else None

@@ -47,7 +47,7 @@ _NO_SEAT = SeatView("", "", "")
 
 
 def seats(status: Mapping[str, Any]) -> list[list[SeatView]]:
-    """By replica, then by stage; empty without a plan."""
+    """Return the seats by replica, then by stage; empty without a plan."""
     plan, members = status["plan"], status["members"]
     if plan is None:
         return []
@@ -56,12 +56,13 @@ def seats(status: Mapping[str, Any]) -> list[list[SeatView]]:
     for name in members[: sum(plan["depths"])]:
         worker = workers.get(name)
         taken.append(SeatView(name, worker["condition"], worker["words"]) if worker else SeatView(name, "lost", "lost"))
+    # rank r of the plan is members[r]: pipeline after pipeline, each from stage 0 on
     ends = list(accumulate(plan["depths"], initial=0))
     return [taken[first:end] for first, end in pairwise(ends)]
 
 
 def without_seat(status: Mapping[str, Any]) -> str:
-    """Workers that are here and have no seat, in words; empty if there are none."""
+    """Name the workers that are here and have no seat; empty if all have one."""
     plan = status["plan"]
     seated = set(status["members"][: sum(plan["depths"])]) if plan is not None else set()
     by_state: dict[tuple[str, str], list[str]] = {}
@@ -73,7 +74,7 @@ def without_seat(status: Mapping[str, Any]) -> str:
 
 
 def grid(status: Mapping[str, Any], width: int, rows: int, *, plain: bool) -> list[RenderableType]:
-    """At most ``rows`` lines; the more workers, the less of each.
+    """Return the grid in at most ``rows`` lines; the more workers, the less of each.
 
     Args:
         status: what the manager says.
@@ -87,6 +88,7 @@ def grid(status: Mapping[str, Any], width: int, rows: int, *, plain: bool) -> li
     deepest = max(map(len, by_replica))
     even = [[*row, *[_NO_SEAT] * (deepest - len(row))] for row in by_replica]
     by_stage = [list(column) for column in zip(*even, strict=True)]
+    # names if one of both directions fits, else signs, else a sentence
     for table, down, across in ((even, "replica", "stage"), (by_stage, "stage", "replica")):
         if len(table) + 1 <= rows and len(table[0]) * _cell_width(table, across) + _LABEL <= width:
             return _names(table, down, across)

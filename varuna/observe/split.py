@@ -18,7 +18,7 @@ class StepSeconds(NamedTuple):
 
     compute_s: float
     transfer_s: float | None
-    """None: not told apart from idle time."""
+    """None: not measured, so part of the idle time."""
     reduced_s: float
     ending_s: float
     """Optimizer, vote, and what is neither."""
@@ -27,7 +27,7 @@ class StepSeconds(NamedTuple):
 
 
 def measured(status: Mapping[str, Any]) -> StepSeconds | None:
-    """Of the generation that runs; None before its times are known."""
+    """Return the times of the generation that runs; None before they are known."""
     timed, waits = status["timed"], status.get("waits")
     if timed is None or not timed["stages"] or timed["generation"] != status["generation"]:
         return None
@@ -48,7 +48,7 @@ def measured(status: Mapping[str, Any]) -> StepSeconds | None:
 
 
 def predicted(status: Mapping[str, Any]) -> StepSeconds | None:
-    """Of the same steps, from what was measured before them; None if nothing was."""
+    """Return what was predicted for the same steps from earlier measurements; None if there were none."""
     timed = status["timed"]
     parts = None if timed is None else timed.get("predicted")
     if parts is None or timed["generation"] != status["generation"]:
@@ -64,7 +64,7 @@ def predicted(status: Mapping[str, Any]) -> StepSeconds | None:
 
 
 def split_table(status: Mapping[str, Any], width: int) -> list[RenderableType]:
-    """Both, with a line of names above; nothing before times are known, or where there is no room for them."""
+    """Return both in a table with a line of names; nothing before times are known, or without room for them."""
     seen = measured(status)
     if seen is None or width < _WIDEST:
         return []

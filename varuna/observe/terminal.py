@@ -62,7 +62,7 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         if self.is_live:
-            self._closing.enter_context(said_through(self.tell))
+            self._closing.enter_context(said_through(self.print_line))
         return self
 
     def __exit__(
@@ -88,7 +88,7 @@ class Progress:
                     self._draw(now_s)
             elif self._has_line and (final or now_s - self._written_s >= self._every_s):
                 self._written_s = now_s
-                self.tell(str(shown))
+                self.print_line(str(shown))
 
     def refresh(self) -> None:
         """Draw again what is shown, if something else was written since."""
@@ -96,7 +96,7 @@ class Progress:
             if not self._drawn:
                 self._draw(self._clock())
 
-    def tell(self, line: str, style: str = "") -> None:
+    def print_line(self, line: str, style: str = "") -> None:
         """Print a permanent line, never wrapped by us."""
         with self._lock:
             self._clear()
@@ -107,7 +107,7 @@ class Progress:
             self._redraw()
 
     def write(self, data: bytes, write: Callable[[bytes], None]) -> None:
-        """Let somebody else write to the same terminal: the picture comes back after a whole line."""
+        """Let another writer use the same terminal: the picture comes back after a whole line."""
         with self._lock:
             self._clear()
             write(data)
@@ -115,7 +115,7 @@ class Progress:
             self._redraw()
 
     def _redraw(self) -> None:
-        """After other lines; many of them at once wait for the next ``refresh``."""
+        """Draw the picture again after other lines, unless it was just drawn: then ``refresh`` does."""
         now_s = self._clock()
         if now_s - self._drawn_s >= _REDRAWN_EVERY_S:
             self._draw(now_s)
@@ -134,7 +134,7 @@ class Progress:
         self._drawn_s, self._drawn = now_s, [Text.from_ansi(line).cell_len for line in lines]
 
     def _clear(self) -> None:
-        """Also what the terminal itself has written at the bottom, such as ``^C``."""
+        """Clear the picture, and what the terminal itself has written at the bottom, such as ``^C``."""
         if self.is_live and not self._is_within_line and not self._is_over:
             self.console.file.write(self._away())
             self.console.file.flush()
@@ -143,14 +143,15 @@ class Progress:
     def _away(self) -> str:
         """Return the codes that remove the lines at the bottom; a terminal that has become narrower has broken them."""
         width = max(1, self.console.width)
+        # the cursor stands in the picture's last line, so one line less than it has
         up = sum(max(1, -(-columns // width)) for columns in self._drawn) - 1
         return (_UP.format(up) if up > 0 else "") + _CLEAR
 
 
 def beside_a_script() -> tuple[Progress, Callable[[bytes], None]]:
-    """For standard error, and what passes on the script's lines: a live line only where both end on one terminal.
+    """Return progress on standard error, and a function that passes on the script's lines.
 
-    There both go the same way, or one could overtake the other.
+    The line is live only where both end on one terminal. There both go the same way, or one could overtake the other.
     """
     is_shared = _share_one_terminal()
     progress = Progress(PlainConsole(stderr=True), redraws=is_shared, every_s=_LOGGED_EVERY_S)

@@ -100,14 +100,14 @@ class _Following(TorchDispatchMode):
         self._fakes = FakeMode(allow_non_fake_inputs=True)
 
     def absent(self, name: str, kind: TensorKind, device: torch.device) -> Tensor:
-        """A tensor without data, in place of one that is not here."""
+        """Make a tensor without data, in place of one that is not here."""
         with self._fakes:
             made = torch.empty(kind.shape, dtype=kind.dtype, device=device)
         self._known[_key(made)] = _Memory(made.untyped_storage(), frozenset([name]))
         return nn.Parameter(made, requires_grad=True) if kind.trained else made
 
     def sources_of(self, tensor: Tensor) -> Names:
-        """Names of what is not here, in a tensor's value."""
+        """Return the names of what is not here whose values are in a tensor's."""
         known = self._known.get(_key(tensor))
         return _NONE if known is None else known.sources
 
@@ -117,7 +117,7 @@ class _Following(TorchDispatchMode):
         return known is not None and known.written
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operation."""
+        """Run one operation."""
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._seed(kwargs)
@@ -132,6 +132,7 @@ class _Following(TorchDispatchMode):
             return func(*args, **kwargs)
         sources = sources.union(*(self.sources_of(each) for each in given))
         written = self._write(func, args, kwargs, sources)
+        # an operation in place returns what it writes
         if written and len(func._schema.returns) <= len(written):
             return written[0] if len(func._schema.returns) == 1 else tuple(written)
         made = self._without_data(func, args, kwargs)
@@ -143,7 +144,7 @@ class _Following(TorchDispatchMode):
         return made
 
     def _without_data(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Results without data; of an operation whose shapes or numbers follow from data, of a stand-in's."""
+        """Compute results without data; if their shapes or numbers follow from data, from a stand-in's."""
         try:
             with self._fakes:
                 return func(*args, **kwargs)
@@ -179,7 +180,7 @@ class _Following(TorchDispatchMode):
         known.written |= written
 
     def _each(self, func: Any, args: Any, kwargs: Any, length: int) -> Any:
-        """An operation on lists, by element: those that are here, and those that are not."""
+        """Run an operation on lists by element: those that are here, and those that are not."""
 
         def at(place: int, value: Any) -> Any:
             is_list = isinstance(value, list | tuple) and len(value) == length and length > 0
@@ -204,7 +205,7 @@ class _Following(TorchDispatchMode):
         return made or None
 
     def _seed(self, kwargs: Mapping[str, Any]) -> None:
-        """Draws are the same wherever the function runs, whatever of the model is there."""
+        """Seed a draw, so that it is the same wherever the function runs, whatever of the model is there."""
         if kwargs.get("generator") is not None:
             raise UsageError(
                 "after_step= must draw from torch's default generator, which is seeded by the run's seed and the step, "
@@ -239,6 +240,7 @@ def trace(function: AfterStep, parameters: Mapping[str, TensorKind], buffers: Ma
     """
     sources: dict[str, Names] = {}
     device = torch.device("cpu")
+    # Python numbers made of tensors without data are all 1 first, then all 0: both ways of an if are seen
     for answer in (1, 0):
         tried = independent(function)  # what the function remembers stays as it is
         mode = _Following(seed=("after_step",), answer=answer)

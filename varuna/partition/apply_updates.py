@@ -20,7 +20,7 @@ class MicroBatchStatistics(NamedTuple):
 def apply_updates(
     updates: Iterable[BufferUpdate], buffers: Mapping[str, Tensor], found: Sequence[MicroBatchStatistics]
 ) -> None:
-    """Write what buffers become, in place.
+    """Write the new values of buffers in place.
 
     Args:
         updates: of one or several sections.
@@ -40,7 +40,7 @@ def apply_updates(
 
 
 def _whole(update: BufferUpdate, found: Sequence[MicroBatchStatistics]) -> MicroBatchStatistics:
-    """Statistics of the whole batch."""
+    """Combine the statistics of micro-batches into those of the whole batch."""
     examples = sum(each.examples for each in found)
     made = {
         name: _combined(kind, [(each.examples / examples, each.statistics.get(name)) for each in found])
@@ -59,6 +59,7 @@ def _combined(kind: Kind, parts: Sequence[tuple[float, Tensor | None]]) -> Tenso
     dtype = values[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     total = torch.zeros_like(values[0], dtype=wide)
+    # in the order of micro-batches, whichever replicas ran them: another order would round differently
     for share, value in parts:
         assert value is not None
         total += value.to(wide) if kind == "sum" else value.to(wide) * share

@@ -78,6 +78,7 @@ def numbers_of(
         return [{} for _ in parts]
     known, sizes = known_to(model, buffers), [model.samples_in(part) for part in parts]
     rows = [whole.counts(part, known, size) for part, size in zip(parts, sizes, strict=True)]
+    # fsum rounds once, so the order of parts does not matter
     numbers = whole.numbers([math.fsum(column) for column in zip(*rows, strict=True)], known)
     return [{**numbers, SHARE: torch.tensor(size / sum(sizes))} for size in sizes]
 

@@ -63,6 +63,7 @@ def _entries(ops: Iterable[Node]) -> dict[str, list[int]]:
     """Module -> position of the first op of each of its calls."""
     calls: dict[str, dict[str, int]] = {}
     for position, node in enumerate(ops):
+        # the stack's keys tell two calls of a module apart, its values name the module
         for call, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
             root, _, name = str(path).partition(".")
             if root == _ROOT and name:

@@ -41,7 +41,7 @@ def for_evaluation(model: PartitionedModel, recipe: Recipe, batch: Mapping[str, 
 def for_prediction(
     model: PartitionedModel, recipe: Recipe, batch: Mapping[str, Tensor], outputs: OutputsFunction
 ) -> PartitionedModel:
-    """The same, with what ``outputs`` returns in the place of metrics, and nothing that counts in that of the loss.
+    """Capture every graph in evaluation mode, with what ``outputs`` returns in place of metrics, and no loss.
 
     Args:
         model: as it trains.
@@ -63,7 +63,7 @@ def for_prediction(
 
 
 def for_generation(model: PartitionedModel, recipe: Recipe, keys: Sequence[str], length: int) -> PartitionedModel:
-    """The same with logits for every token of a text, at one length, whatever lengths training has.
+    """Capture the model in evaluation mode with logits for every token, at one length, whatever training has.
 
     Args:
         model: as it trains.

@@ -22,7 +22,8 @@ from varuna.partition.graph.flow import Together
 def kept_together(
     capture: Capture, updates: Sequence[BufferWrite], following: Following | None
 ) -> tuple[list[BufferWrite], list[Together]]:
-    """Updates that know by what they must stay, and what no cut may come between."""
+    """Return the updates with all that they must stay beside, and what no cut may come between."""
+    # (numbers of updates, names): after_step joins those that it computes one name from
     groups = [({number}, set(update.buffers)) for number, update in enumerate(updates)]
     owners = {name: number for number, update in enumerate(updates) for name in update.buffers}
     linked = set[int]()

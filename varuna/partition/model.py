@@ -1,4 +1,16 @@
-"""A partitioned model: sections with their graphs, tied parameters, and the facts that planning needs."""
+"""A partitioned model: sections with their graphs, tied parameters, and the facts that planning needs.
+
+``partition`` makes it in this order; each line rewrites or reads the one graph of the line above::
+
+    capture                           recipe, batch           -> one flat graph
+    plain masks, simplify, strides    the same values, with less
+    reached                           from the loss back      -> trainable parameters
+    terms, _weigh                     the loss                -> counter of targets, or terms (Whole), or neither
+    _take_updates                     writes to buffers       -> BufferWrite, applied at the commit
+    Flow, costs, choose               ops, live bytes         -> positions to cut after
+    split                             positions               -> sections, crossings
+    _facts                            sections                -> bytes, nominal seconds, digests: all that plans need
+"""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +37,7 @@ from varuna.partition.graph.flow import Flow
 from varuna.partition.graph.operations import Operation, operation
 from varuna.partition.graph.plain_masks import without_plain_masks
 from varuna.partition.graph.ranges import Range
-from varuna.partition.graph.reached import reached
+from varuna.partition.graph.reached import reached_parameters
 from varuna.partition.graph.sample_guards import Conditions
 from varuna.partition.graph.simplify import simplify
 from varuna.partition.held_names import held_besides, kept_together
@@ -183,10 +195,11 @@ def partition(
     simplify(captured)
     settle_strides(captured)
     loss = next(node for node in captured.graph.nodes if node.op == "output").args[0][0]
-    captured = replace(captured, trainable=reached(captured, loss))
+    captured = replace(captured, trainable=reached_parameters(captured, loss))
     terms = terms_of(captured)
     counter, splitting, mixing = _weigh(captured, terms, count_targets=count_targets)
     output = next(node for node in captured.graph.nodes if node.op == "output")
+    # read by place in the engine: loss, count of targets, metric sums
     results = [output.args[0][0], *([counter] if counter else []), *output.args[0][1:]]
     if counter is not None:
         with captured.graph.inserting_before(output):
@@ -211,11 +224,13 @@ def partition(
         )
     divided = split(flow, cuts, results, updates)
     if following is not None:
+        # the first split says which names each section uses; only then is known what it must hold besides
         used = {name for section in divided.sections for name in section.parameters}
         divided = split(flow, cuts, results, updates, held_besides(divided, following))
         held = {name for section in divided.sections for name in section.parameters} - used
         # what forward() does not use has no gradient in plain PyTorch, so no optimizer touches it
         captured = replace(captured, trainable=captured.trainable - held)
+    # numbered behind the last section: no stage runs these, and they own no op
     count = None if counter is None else section_graph(flow, len(divided.sections), [], [counter])
     whole = None if splitting is None else splitting.whole(flow, len(divided.sections))
     trial = trial_of(flow, terms, len(divided.sections))
@@ -224,6 +239,7 @@ def partition(
     readers = (*divided.sections, *(reader for reader in counters if reader is not None))
     read = (key for reader in readers for key in reader.inputs if not key.startswith(PREFIX))
     inputs = layouts_of(batch, (*read, *captured.condition_inputs), opened)
+    # a complex parameter is two numbers, [..., 2], to the optimizer, and so in counts of bytes (_facts)
     trainable = {name: captured.shapes[name] + (2,) * (name in captured.pairs) for name in captured.trainable}
     parameters = [section.parameters for section in divided.sections]
     update = try_update(optimizer, trainable, parameters, on_cpu=on_cpu) if optimizer else None
@@ -265,6 +281,7 @@ def _take_updates(captured: Capture, results: Sequence[Node], mixing: Sequence[M
     writes = find_writes(captured, results)
     by_micro_batch = bool(writes.normalised) or any(each.certain for each in mixing)
     at_once = [*writes.read, *(() if by_micro_batch else writes.counted)]
+    # by place in the graph: sets have no order, and workers must number updates alike
     order = {node: place for place, node in enumerate(captured.graph.nodes)}
     whole = updates_of_whole_batch(captured, sorted(at_once, key=order.__getitem__), results, required=writes.read)
     return (*whole, *separate_updates(captured, [*results, *(truth.node for truth in captured.truths)]))
@@ -273,7 +290,7 @@ def _take_updates(captured: Capture, results: Sequence[Node], mixing: Sequence[M
 def _weigh(
     captured: Capture, terms: Terms, *, count_targets: bool
 ) -> tuple[Node | None, Splitting | None, tuple[Mixing, ...]]:
-    """The node that counts what the loss is a mean of; or the rewritten terms; and what mixes examples."""
+    """Return the node that counts what the loss is a mean of, or the rewritten terms; and what mixes examples."""
     mixing = mixing_of(terms)
     if not count_targets:
         return None, None, mixing
@@ -334,6 +351,7 @@ def _facts(
     if dtype is not torch.float32:  # the fp32 parameters that the optimizer updates
         for name in captured.trainable:
             state_bytes[name] = state_bytes.get(name, 0) + 4 * counts[name]
+    # section k has the ops behind bounds[k - 1], up to bounds[k]
     bounds = [*cuts, len(flow.ops) - 1]
     found = footprints(divided.sections, flow)
     gradient_free = _gradient_free(divided, captured.trainable)
@@ -395,6 +413,7 @@ def _example_bytes(crossing: Crossing) -> int:
 
 def _gradient_free(divided: Split, trainable: frozenset[str]) -> int:
     for section in divided.sections:
+        # what crosses with a gradient comes from something that is trained before this section
         taken = {crossing.name for crossing in divided.crossings[section.index] if crossing.differentiable}
         if not trainable.isdisjoint(section.parameters) or not taken.isdisjoint(section.takes):
             return section.index

@@ -81,7 +81,7 @@ class ObjectCopier:
         made: Any
         if isinstance(value, dict):
             made = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
-            self._memo[id(value)] = made
+            self._memo[id(value)] = made  # before it is filled: it may hold itself
             made.update((self.of(key), self.of(each)) for key, each in value.items())
             return made
         made = deque(maxlen=value.maxlen) if isinstance(value, deque) else type(value)()
@@ -100,7 +100,7 @@ class ObjectCopier:
         return made
 
     def _tensor(self, value: Tensor) -> Tensor:
-        """By an operation, so that fakes copy without memory."""
+        """Copy a tensor by an operation, so that fakes copy without memory."""
         with torch.no_grad():
             made = torch.empty_like(value).copy_(value)
         return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
@@ -117,7 +117,7 @@ class ObjectCopier:
 
 
 def independent(function: Callable[..., Any] | None, copies: dict[int, Any] | None = None) -> Any:
-    """A function that does the same, and remembers for itself: what it keeps in closures and globals is copied.
+    """Make a function that does the same, and remembers for itself: what it keeps in closures and globals is copied.
 
     Args:
         function: the user's.

@@ -165,5 +165,5 @@ def _take_together(built: torch.optim.Optimizer) -> None:
 
 
 def _is_hooked() -> bool:
-    """Whether something of the user's runs at each step of any optimizer."""
+    """Return whether a hook of the user's runs at each step of any optimizer."""
     return any((_torch_optimizer._global_optimizer_pre_hooks, _torch_optimizer._global_optimizer_post_hooks))

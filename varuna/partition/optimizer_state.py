@@ -58,7 +58,7 @@ class StatePlace(NamedTuple):
         return {key: found for key, value in self._candidates() if (found := _plain(value, None)) is not None}
 
     def marks(self) -> dict[Any, object]:
-        """All entries, as something that changes with them, None for what is not plain; no device is waited for."""
+        """Return a mark of each entry, which changes with it; None for what is not plain. Waits for no device."""
         found: dict[Any, object] = {}
         for key, value in self._candidates():
             versions: list[tuple[int, int]] = []
@@ -257,7 +257,7 @@ class OptimizerState:
                 entries.append([place.label, place.group, as_json(key), value])
         return entries
 
-    def put(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def put_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over the parameters' own state, of those parameters that are here."""
         for name, parameter in self._named.items():
             given = {key: value for key, value in state.get(name, {}).items() if key != BESIDE}
@@ -273,6 +273,7 @@ class OptimizerState:
                 return found.to(device) if found.dim() else found  # counters stay on the host
 
             for key, value in given.items():
+                # the longest: the path of an inner optimizer begins with that of its outer one
                 path = max((each for each in tables if key.startswith(each)), key=len)
                 found = value if isinstance(value, Tensor) else from_json(value, take)
                 entries[path][key.removeprefix(path)] = found
@@ -326,8 +327,8 @@ class OptimizerState:
     # -- undone --------------------------------------------------------------------------------------------------
 
     def copies(self) -> "Undo":
-        """A copy of all state, to be put back bit for bit."""
-        self._beside = None  # whoever copies is about to change it
+        """Copy all state, to be put back bit for bit."""
+        self._beside = None  # a caller that copies is about to change it
         tables = [(table, {key: _copied(its) for key, its in table.items()}) for table in states_in(self._optimizer)]
         places = [
             (place, {key: _copied(place.entries[key]) for key in place.plain()})

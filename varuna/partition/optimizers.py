@@ -70,7 +70,7 @@ def build_optimizer(factory: OptimizerFactory, named: NamedParameters) -> torch.
 
 
 class Averaging:
-    """After each step, moves the average of every parameter a little towards its value.
+    """Moves the average of every parameter a little towards its value, after each step.
 
     It is part of the optimizer's state, so it moves and is saved with it.
     """
@@ -87,13 +87,13 @@ class Averaging:
 
     @torch.no_grad()
     def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """The optimizer is about to step."""
+        """Note the parameters that an optimizer is about to change, if the average begins with them."""
         parameters = (p for group in optimizer.param_groups for p in group["params"]) if self._from_start else ()
         self._first = {p: p.detach().clone() for p in parameters if AVERAGE not in optimizer.state.get(p, {})}
 
     @torch.no_grad()
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """The optimizer has stepped."""
+        """Move the averages towards the parameters that an optimizer has just changed."""
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             state = optimizer.state[parameter]
             if AVERAGE not in state:
@@ -116,7 +116,7 @@ class AveragingFactory:
         return self.factory
 
     def __call__(self, named: NamedParameters) -> torch.optim.Optimizer:
-        """As the user's factory."""
+        """Build the user's optimizer over ``named``, with hooks that average."""
         optimizer = build_optimizer(self.factory, named)
         averaging = Averaging(self.decay, from_start=self.from_start)
         optimizer.register_step_pre_hook(averaging.before)

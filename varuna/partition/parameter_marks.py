@@ -27,7 +27,7 @@ ParameterMarks = dict[str, ParameterMark]
 
 
 def marks_of(module: nn.Module) -> ParameterMarks:
-    """ParameterMarks of a module's parameters; tensors without values are left out."""
+    """Return the marks of a module's parameters; tensors without values are left out."""
     found = {name: mark_of(parameter) for name, parameter in module.named_parameters()}
     return {name: mark for name, mark in found.items() if mark.attributes or mark.kind is not nn.Parameter}
 
@@ -61,7 +61,7 @@ class Marked:
     """The user's ``optimizer=``, whose parameters have the marks of the model's."""
 
     def __init__(self, factory: OptimizerFactory, marks: ParameterMarks) -> None:
-        """ParameterMark what ``factory`` is given; the marks may be filled in later."""
+        """Mark what ``factory`` is given; the marks may be filled in later."""
         functools.update_wrapper(self, factory)
         self._factory, self._marks = factory, marks
 

@@ -49,7 +49,7 @@ def as_json(value: Any, put: Put = lambda path, value: False, path: str = "") ->
         if type(value) in (tuple, torch.Size):
             return {"tuple": items}
     if type(value) is set:
-        return {"set": sorted((as_json(each) for each in value), key=repr)}
+        return {"set": sorted((as_json(each) for each in value), key=repr)}  # a set has no order of its own
     if isinstance(value, dict) and not any(isinstance(key, Tensor) for key in value):
         return {"dict": [[as_json(key), as_json(each, put, f"{path}[{key!r}]")] for key, each in value.items()]}
     if isinstance(value, torch.dtype):

@@ -24,7 +24,7 @@ _OWN_BACKWARDS = ("Autograd", "CompositeImplicitAutograd")
 
 
 def streamable(sections: Iterable[SectionGraph], changing: frozenset[str]) -> frozenset[str]:
-    """Names of such parameters.
+    """Return the names of parameters that may be on the device only while their section runs.
 
     Args:
         sections: of the model, as it was captured.
@@ -37,7 +37,7 @@ def streamable(sections: Iterable[SectionGraph], changing: frozenset[str]) -> fr
 
 
 def _keeps_openly(graph: Graph) -> bool:
-    """Whether all operations of a graph, and of regions within it, save by autograd's own means what they keep."""
+    """Return whether all operations of a graph and its regions save by autograd's own means what they keep."""
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and not _saves(node, node.target):
             return False
@@ -57,7 +57,7 @@ def _saves(node: Node, operation: torch._ops.OpOverload) -> bool:
 
 
 def _lets_go(node: Node, operation: torch._ops.OpOverload) -> bool:
-    """Whether nothing but autograd keeps what may be a parameter, once the operation has run forward."""
+    """Return whether nothing but autograd keeps what may be a parameter, once the operation has run forward."""
     with FakeTensorMode(), torch.enable_grad(), saved_tensors_hooks(lambda value: None, lambda nothing: nothing):
         try:
             given = {each: _like(each.meta["val"]) for each in node.all_input_nodes}
@@ -81,7 +81,7 @@ def _like(value: Any) -> Any:
 
 
 def _may_be_parameter(node: Node) -> bool:
-    """Whether its memory may be that of an argument of the section."""
+    """Return whether a value may lie in the memory of an argument of the section."""
     while node.op == "call_function":
         results = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
         if node.target is not operator.getitem and not any(each.alias_info for each in results):

@@ -278,7 +278,7 @@ class Builder:
             size = Size(depth, len(pipeline.kept_sections_of(stage)), depth - stay[stage])
             detail = sizer.detail(stage, span.start, span.stop, size, split_last=pipeline.split_last)
             memory_bytes.append(detail.total)
-        return plan.each(memory_bytes=tuple(memory_bytes))
+        return plan.with_each_pipeline(memory_bytes=tuple(memory_bytes))
 
     def _bounded(
         self,

@@ -170,7 +170,7 @@ def _double(plan: Plan, request: PlanRequest) -> list[Simulated]:
     if plan.replicas > 1 or asked.classes or not asked.leaves_idle or asked.count < 2 * plan.stages:
         return []
     double = equal_pipelines(asked, plan.stages, 2, plan.micro_batch)
-    return [] if double is None else [double._replace(plan=double.plan.each(device_class=name))]
+    return [] if double is None else [double._replace(plan=double.plan.with_each_pipeline(device_class=name))]
 
 
 def _with_larger(best: Plan, request: PlanRequest) -> Plan:

@@ -70,7 +70,7 @@ def _ranked_alone(request: PlanRequest, name: str, effort: Effort, **changes: ob
     """The ranking of one class; its plans say that they are for it."""
     asked = request.of_class(name)
     ranking = rank_class(asked.model_copy(update={"wanted": max(asked.wanted, _DEPTHS), **changes}), effort)
-    return replace(ranking, plans=tuple(plan.each(device_class=name) for plan in ranking.plans))
+    return replace(ranking, plans=tuple(plan.with_each_pipeline(device_class=name) for plan in ranking.plans))
 
 
 def _beside_others(request: PlanRequest, name: str, effort: Effort, micro_batch: int, share: float) -> Sequence[Plan]:

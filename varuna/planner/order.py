@@ -15,7 +15,7 @@ def with_best_order(given: Simulated) -> Simulated:
     for split in sorted(_splits(plan, costs)):
         for empties in (False, True) if _may_empty(plan, costs) else (False,):
             if (split, empties) != (plan.first.split_last, plan.first.empties):
-                tried = simulated(costs, plan.each(split_last=split, empties=empties))
+                tried = simulated(costs, plan.with_each_pipeline(split_last=split, empties=empties))
                 best = min(best, tried, key=attrgetter("step_s"))
     return best
 

@@ -203,7 +203,7 @@ def walk(builder: Builder, built: BuiltPlan, given: Simulated, most_forwards: in
     forwards = 4 * first.stages * longest  # for the drain split
     splits = (first.first.split_last, longest) if given.plan.first.split_last else (0,)
     for split in dict.fromkeys(splits):  # which neighbours are better depends on it
-        reached, more = _downhill(builder, built, first.each(split_last=split), most_forwards)
+        reached, more = _downhill(builder, built, first.with_each_pipeline(split_last=split), most_forwards)
         forwards += more
         if reached is not None:
             best = min(best, with_best_order(reached), key=attrgetter("step_s"))
@@ -222,7 +222,7 @@ def _downhill(builder: Builder, here: BuiltPlan, plan: Plan, most_forwards: int)
         if forwards > most_forwards:
             break
         order = {"split_last": plan.first.split_last, "empties": plan.first.empties}
-        tried = simulated(near.costs, builder.plan(near).each(**order))
+        tried = simulated(near.costs, builder.plan(near).with_each_pipeline(**order))
         forwards += plan.stages * len(tried.plan.micro_batches_of(0))
         if tried.step_s < plan.step_s:
             here, plan, reached = near, tried.plan, tried

@@ -87,7 +87,7 @@ def _of_fewer_replicas(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
     """One replica fewer or more changes little, unless the next one is slower."""
 
     def of(count: int) -> Plan:
-        return plan.each(replicas=count).model_copy(update={"step_s": 0.0}).at_speeds(request.workers)
+        return plan.with_each_pipeline(replicas=count).model_copy(update={"step_s": 0.0}).at_speeds(request.workers)
 
     most = min(request.count // plan.stages, plan.micro_batches)
     paces = pairwise(of(most).speeds)

@@ -10,7 +10,7 @@ Work = Callable[[], None]
 
 
 class BackgroundWork:
-    """Of one kind, beside the manager's thread.
+    """Work of one kind, beside the manager's thread.
 
     Args:
         name: of the thread.
@@ -40,12 +40,12 @@ class BackgroundWork:
         return done.wait(bound_s)
 
     def close(self) -> None:
-        """The thread ends after what it was given."""
+        """Let the thread end after what it was given."""
         self._queue.put(None)
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             try:
                 work()
-            except BaseException as error:  # noqa: BLE001  whoever hears of it decides
+            except BaseException as error:  # noqa: BLE001  ``fail`` decides
                 self._fail(error)

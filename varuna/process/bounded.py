@@ -1,4 +1,4 @@
-"""Work that may hang, such as a look at a disk that is gone, on threads that nobody waits for longer than a bound."""
+"""Work that may hang, such as a look at a disk that is gone, on threads that are waited for no longer than a bound."""
 
 import threading
 from collections.abc import Callable
@@ -15,7 +15,7 @@ class Bounded(Generic[T]):
         self._thread = threading.Thread(target=self._run, name="varuna-bounded", daemon=True)
         self._thread.start()
 
-    def take(self, bound_s: float) -> T:
+    def result(self, bound_s: float) -> T:
         """Return the result of the work.
 
         Raises:

@@ -8,7 +8,7 @@ from functools import cache
 from varuna.core.plain_text import plain
 
 _writers: list[Callable[[str], None]] = []
-"""Of whoever draws on the terminal now; the newest one counts."""
+"""Functions that draw on the terminal now; the newest one counts."""
 
 
 def say(text: str) -> None:
@@ -16,7 +16,7 @@ def say(text: str) -> None:
 
     Causes that other machines name are in many lines: control characters in them do not reach the terminal.
 
-    A reader that is gone, or a full disk, must not stop whoever has something to say.
+    A reader that is gone, or a full disk, must not stop a thread that has something to say.
     """
     with suppress(OSError, ValueError):  # ValueError: closed
         if _writers:
@@ -27,7 +27,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def said_through(write: Callable[[str], None]) -> Iterator[None]:
-    """Lines go through ``write`` meanwhile, which any thread may call: it draws where standard error goes."""
+    """Let lines go through ``write`` in this block, which any thread may call: it draws where standard error goes."""
     _writers.append(write)
     try:
         yield
@@ -42,7 +42,7 @@ def say_once(text: str) -> None:
 
 
 NOTE = "note: "
-"""Begins what trains otherwise than in a plain loop: whoever has started the workers sees it, too."""
+"""Begins what trains otherwise than in a plain loop: the person who started the workers sees it, too."""
 
 
 def note(text: str) -> None:
@@ -51,5 +51,5 @@ def note(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a line like ``say``, marked as a warning that somebody should look at."""
+    """Print a line like ``say``, marked as a warning, which a person should look at."""
     say(f"warning: {text}")

@@ -70,7 +70,7 @@ def own(
         sleep: waits.
 
     Raises:
-        FleetError: somebody else owns it.
+        FleetError: another process owns it.
         OSError: it cannot be written.
     """
     path, deadline_s = folder / _FILE, clock() + goodbye_s
@@ -94,7 +94,7 @@ def own(
 
 
 def is_owned(folder: Path) -> bool:
-    """Whether somebody owns a folder now; False if that cannot be known. The lock is held for a moment to find out."""
+    """Return whether a folder has an owner now; False if that cannot be known. Holds the lock for a moment."""
     try:
         with (folder / _FILE).open("rb") as file:
             return not locked(file.fileno())
@@ -103,7 +103,7 @@ def is_owned(folder: Path) -> bool:
 
 
 def locked(descriptor: int) -> bool:
-    """Lock an open file for as long as it stays open; False if somebody else has. True where there are no locks."""
+    """Lock an open file for as long as it stays open; False if another one has. True where there are no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -7,17 +7,17 @@ from contextlib import contextmanager
 _OBJECTS = 50_000
 """New ones between two collections."""
 _OLDER = 5, 2
-"""So many collections of the new come before one of what is older, and so many of those before one of everything."""
+"""Collections of the new before one of what is older, and of those before one of everything."""
 
 
 @contextmanager
 def old_left_out() -> Iterator[None]:
-    """Collections within the block are rare, and look at what was made within it only.
+    """Make collections rare in this block, and let them look at what was made in it only.
 
-    A capture makes so many objects that a fifth of its time went into looking through those of torch again and again.
+    A capture makes many objects: without this, a fifth of its time goes into looking through torch's again and again.
     """
     usual, frozen = gc.get_threshold(), gc.get_freeze_count()
-    if not frozen:  # else somebody else has done so, and means it
+    if not frozen:  # else other code has done so, and means it
         gc.freeze()
     gc.set_threshold(_OBJECTS, *usual[1:])
     try:

@@ -8,12 +8,12 @@ from varuna.process.console import warn
 
 
 def default_workers(least: int = 1) -> int:
-    """One per GPU, and ``least`` where there are fewer."""
+    """Return one per GPU, and ``least`` where there are fewer."""
     return max(least, count_gpus())
 
 
 def count_gpus() -> int:
-    """GPUs that workers may use, without loading torch: CUDA_VISIBLE_DEVICES, else what the driver lists."""
+    """Count the GPUs that workers may use, without loading torch: CUDA_VISIBLE_DEVICES, else what the driver lists."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])

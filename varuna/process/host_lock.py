@@ -26,7 +26,7 @@ def turn(key: str, bound_s: float = TURN_BOUND_S, doing: str = "building the mod
         descriptor = _taken(path, time.monotonic() + bound_s)
         if descriptor is None:
             say(f"another worker has been {doing} for {bound_s:.0f} s; continuing at the same time")
-    except OSError:  # the temporary folder cannot be written: nobody waits
+    except OSError:  # the temporary folder cannot be written: no one waits
         descriptor = None
     try:
         yield
@@ -37,7 +37,7 @@ def turn(key: str, bound_s: float = TURN_BOUND_S, doing: str = "building the mod
 
 
 def _taken(path: Path, deadline_s: float) -> int | None:
-    """The file at ``path``, locked; None if somebody else holds it for too long."""
+    """Open the file at ``path`` and lock it; None if another worker holds it for too long."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         if locked(descriptor) and _is_at(path, descriptor):
@@ -49,7 +49,7 @@ def _taken(path: Path, deadline_s: float) -> int | None:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the holder before has not removed this file between its opening and its locking."""
+    """Return whether the holder before has not removed this file between its opening and its locking."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:

@@ -11,7 +11,7 @@ class MemoryKills:
     """Processes that the system has killed because memory was short; each is found at most once.
 
     The system counts them, and does not say which: it was this one if one more was killed since a process was started,
-    and nobody else was found to be it.
+    and no other process was found to be it.
     """
 
     def __init__(self, counters: Path = _COUNTERS) -> None:
@@ -19,12 +19,12 @@ class MemoryKills:
         self.begin()
 
     def begin(self) -> None:
-        """A process starts: those before it were others."""
+        """Note that a process starts: those before it were others."""
         with self._lock:
             self._known = self._count()
 
     def has_one(self) -> bool:
-        """Whether a process that has just died by SIGKILL was one of them."""
+        """Return whether a process that has just died by SIGKILL was one of them."""
         with self._lock:
             if self._count() <= self._known:
                 return False
@@ -32,7 +32,7 @@ class MemoryKills:
             return True
 
     def _count(self) -> int:
-        """So far; 0 where the system does not say."""
+        """Return the number so far; 0 where the system does not say."""
         try:
             rows = dict(line.split() for line in self._counters.read_text().splitlines())
             return int(rows["oom_kill"])
@@ -41,7 +41,7 @@ class MemoryKills:
 
 
 def available_bytes() -> int | None:
-    """Bytes that a new program could use without swapping; None where nobody says."""
+    """Return the bytes that a new program could use without swapping; None where the system does not say."""
     found = [size for size in (_machine_bytes(), _container_bytes()) if size is not None]
     return min(found, default=None)
 

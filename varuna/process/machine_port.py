@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 WORD_BYTES = 16
-"""Of a word: hexadecimal digits that nobody guesses."""
+"""Length of a word: hexadecimal digits that cannot be guessed."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _ANSWER_S = 10.0
 _MOST_BYTES = 4096
@@ -38,11 +38,11 @@ class PortFacts(NamedTuple):
 
 
 class PortError(RuntimeError):
-    """The agent does not let this worker wait at the machine's port."""
+    """Error: the agent does not let this worker wait at the machine's port."""
 
 
 class Waiting:
-    """Waits at the machine's port for calls that begin with a word; whoever gives the word up closes this.
+    """Waits at the machine's port for calls that begin with a word; ``close`` gives the word up.
 
     Args:
         path: the agent's socket.
@@ -69,7 +69,7 @@ class Waiting:
         self._agent.setblocking(False)
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when somebody calls."""
+        """Return the descriptor that becomes readable when a call has come."""
         return self._agent.fileno()
 
     def accept(self) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Standard output and error that nobody has to read: Ctrl-S, ``| less`` or a hung ssh hold no thread of ours up.
+"""Standard output and error that need no reader: Ctrl-S, ``| less`` or a hung ssh hold no thread of ours up.
 
 A thread of its own writes to the terminal or pipe. What waits for it has a bound; lines beyond that are left out, and
 a line says how many.
@@ -21,7 +21,7 @@ _POLL_S = 0.05
 
 
 class Pump:
-    """Bytes on their way to somebody who may not read; ``write`` and ``close`` may be called by any thread.
+    """Bytes on their way to a reader that may not read; ``write`` and ``close`` may be called by any thread.
 
     Args:
         sink: writes, for as long as that takes; returns how much it wrote. After an error it is not called again.
@@ -51,7 +51,7 @@ class Pump:
             self._append(data)
 
     def close(self, stuck_s: float = _STUCK_S) -> bool:
-        """Wait for what is on its way, for as long as somebody reads on; False if nobody did for ``stuck_s``."""
+        """Wait for what is on its way, for as long as it is read; False if nothing was for ``stuck_s``."""
         with self._changed:
             if self._left_out:
                 self._append(_missing(self._left_out))
@@ -122,11 +122,11 @@ class Outlet(io.TextIOBase):
         return True
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Return whether it is a terminal."""
         return os.isatty(self._descriptor)
 
     def fileno(self) -> int:
-        """File descriptor of the wrapped stream."""
+        """Return the file descriptor of the wrapped stream."""
         return self._descriptor
 
 
@@ -145,10 +145,10 @@ class _Bytes(io.RawIOBase):
 
 @contextlib.contextmanager
 def unread_allowed(stuck_s: float = _STUCK_S) -> Iterator[None]:
-    """Whatever this process prints meanwhile, it never waits for a reader.
+    """Let this process never wait for a reader of what it prints in this block.
 
-    At the end what was printed goes out, unless nobody reads for ``stuck_s``: then the rest is lost, and later prints
-    go the same way, since a process must end.
+    At the end what was printed goes out, unless nothing is read for ``stuck_s``: then the rest is lost, and later
+    prints go the same way, since a process must end.
     """
     names = [name for name in ("stdout", "stderr") if _has_descriptor(getattr(sys, name))]
     before = {name: getattr(sys, name) for name in names}

@@ -27,7 +27,7 @@ def check_script(script: Path) -> None:
 
 
 def may_read_arguments(script: Path, text: str) -> bool:
-    """Whether the script may read its arguments: it does itself, or imports a file beside it that could."""
+    """Return whether the script may read its arguments: it does itself, or imports a file beside it that could."""
     if _READS_ARGUMENTS.search(text):
         return True
     imported = re.findall(r"^\s*(?:from|import)\s+([A-Za-z_]\w*)", text, re.MULTILINE)

@@ -11,7 +11,7 @@ INTERRUPTED = "Ctrl-C: stopping after the current step (with a checkpoint, if en
 
 
 def leave_termination_to_parent() -> None:
-    """SIGTERM does not end this process, whose parent hears it too: Slurm tells all processes of a job at once.
+    """Ignore SIGTERM in this process, whose parent hears it too: Slurm tells all processes of a job at once.
 
     A script that handles it keeps its own way, and so do children of this process, which may be ended by it.
     """

@@ -56,7 +56,7 @@ class AbandoningThreadPool:
                 return
             try:
                 future.set_result(work(*args, **named))
-            except BaseException as error:  # noqa: BLE001 - for whoever asks for the result
+            except BaseException as error:  # noqa: BLE001 - for the thread that asks for the result
                 future.set_exception(error)
 
         self._waiting.put(run)

@@ -13,7 +13,7 @@ class Kind(Enum):
     INPUT = "I"
     """The half of a backward that makes the gradient of the input, which is sent upstream at once."""
     WEIGHT = "W"
-    """The rest of a backward: gradients of the weights, which nobody waits for before the step's end."""
+    """The rest of a backward: gradients of the weights, which are needed at the step's end only."""
 
     __hash__ = object.__hash__  # an enum's own is Python code, and simulations look kinds up a million times
 

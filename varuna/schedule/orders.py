@@ -1,6 +1,8 @@
-"""Static orders: who runs what in which sequence, for P stages and N micro-batches.
+"""Static orders: the sequence in which each of P stages runs the actions of N micro-batches.
 
-The rule of the house: an F that is directly followed by its own B keeps its activations; every other
+Stages k count from 0 in [0, P), micro-batches i from 0 in [0, N); row k is stage k's.
+
+The rule for all of them: an F that is directly followed by its own B keeps its activations; every other
 micro-batch has an R of its own between its F and its B. No order ever needs two sets of activations.
 """
 
@@ -10,21 +12,21 @@ from varuna.schedule.actions import Action, Kind, Orders, Row
 
 
 def gpipe(stages: int, micro_batches: int) -> Orders:
-    """All forwards, then all backwards, last one first (GPipe, Huang et al. 2019)."""
+    """Make the order of GPipe (Huang et al. 2019): all forwards, then all backwards, last one first."""
     forwards = [(Kind.FORWARD, i) for i in range(micro_batches)]
     backwards = [(Kind.BACKWARD, i) for i in reversed(range(micro_batches))]
     return tuple(_row(stage, [*forwards, *backwards]) for stage in range(stages))
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Orders:
-    """Stage k fills up with P - k forwards, then alternates (1F1B, as in PipeDream-flush and Megatron)."""
+    """Make 1F1B (PipeDream-flush, Megatron): stage k fills up with P - k forwards, then alternates."""
     return tuple(
         _row(stage, _alternating(min(stages - stage, micro_batches), micro_batches)) for stage in range(stages)
     )
 
 
 def varuna(stages: int, micro_batches: int) -> Orders:
-    """The paper's rule-based order (§"Tuning pipeline efficiency") for uniform stages, F = R = 1 and B = 2.
+    """Make the paper's rule-based order (§"Tuning pipeline efficiency") for uniform stages, F = R = 1 and B = 2.
 
     Time runs in quanta of one F. Each stage serves what it has in the order of the rules: finish a B, begin
     the B of a finished R (rule 2), R, F (rule 3). A stage that begins a B announces it upstream, so that the
@@ -72,19 +74,22 @@ class _QuantumStage:
         self.row: list[Action] = []
 
     def serve(self) -> Kind | None:
-        """Run one quantum; say what began in it."""
+        """Run one quantum; return the kind of the action that began in it, if any did."""
         if self.finishing:
             self.finishing = False
             return None
         if self.live:
             self.live, self.finishing = False, True
+            # The activations are the newest R's; the newest F's on the last stage, which never recomputes (paper).
             return self._begin(Kind.BACKWARD, (self.forwards if self.is_last else self.recomputes) - 1)
+        # Before any F (rule 3). The next stage has begun this B: its second half takes as long as R here (rule 1).
         if self.recomputes < self.announced:
             self.live = True
             self.recomputes += 1
             return self._begin(Kind.RECOMPUTE, self.recomputes - 1)
         if self.forwards < self.activations_in:
             self.live = self.is_last
+            # One set of activations at a time: on other stages this F keeps its input only.
             self.forwards += 1
             return self._begin(Kind.FORWARD, self.forwards - 1)
         return None
@@ -95,7 +100,7 @@ class _QuantumStage:
 
 
 def _alternating(depth: int, micro_batches: int) -> Iterator[tuple[Kind, int]]:
-    """``depth`` forwards, then B and F in turn, then the remaining B's."""
+    """Yield ``depth`` forwards, then B and F in turn, then the remaining B's."""
     yield from ((Kind.FORWARD, i) for i in range(depth))
     for i in range(micro_batches):
         yield Kind.BACKWARD, i
@@ -104,9 +109,10 @@ def _alternating(depth: int, micro_batches: int) -> Iterator[tuple[Kind, int]]:
 
 
 def _row(stage: int, work: Iterable[tuple[Kind, int]]) -> Row:
-    """F's and B's of a stage with the R's that they need."""
+    """Make a stage's row: its F's and B's with the R's that they need."""
     row: list[Action] = []
     for kind, micro_batch in work:
+        # Directly after its own F, a B finds the activations still there.
         if kind is Kind.BACKWARD and row[-1] != (stage, Kind.FORWARD, micro_batch):
             row.append(Action(stage, Kind.RECOMPUTE, micro_batch))
         row.append(Action(stage, kind, micro_batch))

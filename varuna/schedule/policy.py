@@ -3,6 +3,9 @@
 A policy sees what has arrived, never a clock. Forwards run in micro-batch order and backwards in
 ``backward_order`` whatever the interleaving, so that links have a known order and gradients add up in
 a fixed one.
+
+A micro-batch counts from 0 within the replica, N of them. ``_forwards`` and ``_backwards`` count what is done: they
+are the indices of the next one, among the F's and in ``backward_order``.
 """
 
 from collections.abc import Callable
@@ -24,11 +27,11 @@ class Policy(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Every backward is done."""
+        """Whether every backward is done."""
         ...
 
     def next(self, activations_in: int, gradients_in: int) -> Action | None:
-        """The action to run now; None: wait for an arrival.
+        """Return the action to run now; None: wait for an arrival.
 
         Args:
             activations_in: micro-batches whose input has arrived; N on stage 0.
@@ -41,15 +44,15 @@ class Policy(Protocol):
         ...
 
     def choose(self, activations_in: int, gradients_in: int) -> Kind | None:
-        """The kind of the action that ``next`` gives; a simulation, which asks 100,000 times, needs no more."""
+        """Return the kind of the action that ``next`` gives; a simulation, which asks 100,000 times, needs no more."""
         ...
 
     def count(self, kind: Kind) -> None:
-        """Like ``done``, for the action whose kind ``choose`` gave."""
+        """Report that the action whose kind ``choose`` gave has run."""
         ...
 
     def keeps(self, micro_batch: int) -> bool:
-        """Whether the F of ``micro_batch`` keeps its graph; ask between ``next`` and ``done`` of that F."""
+        """Return whether the F of ``micro_batch`` keeps its graph; ask between ``next`` and ``done`` of that F."""
         ...
 
     def awaited(self) -> Action:
@@ -89,6 +92,7 @@ class ListPolicy:
         if kind is Kind.FORWARD:
             return kind if micro_batch < activations_in else None
         if kind is Kind.BACKWARD:
+            # Gradients arrive in the list's own order of B's, so their number tells whether the next one is here.
             return kind if self._backwards < gradients_in else None
         return kind
 
@@ -98,7 +102,7 @@ class ListPolicy:
         self._backwards += kind is Kind.BACKWARD
 
     def keeps(self, micro_batch: int) -> bool:
-        """Whether B directly follows F in the list, so that F keeps its graph."""
+        """Return whether B directly follows F in the list, so that F keeps its graph."""
         return micro_batch in self._kept
 
     def awaited(self) -> Action:
@@ -128,11 +132,11 @@ class OpportunisticPolicy:
 
     @property
     def finished(self) -> bool:
-        """Every backward is done."""
+        """Whether every backward is done."""
         return self._backwards == self._count
 
     def next(self, activations_in: int, gradients_in: int) -> Action | None:
-        """The ready action that the order would run first.
+        """Return the ready action that the order would run first.
 
         Once a gradient has been late, an R without gradient runs only if no F is ready: gradients will be late again.
         """
@@ -148,9 +152,12 @@ class OpportunisticPolicy:
         has_room = forwards < self._count and forwards - backwards < self._limit
         forward_here = has_room and forwards < activations_in
         if self._live:  # rule 2: nothing but its B
+            # Late only if a forward was ready: otherwise the wait cost nothing.
             self._is_late = self._is_late or (forward_here and not gradient_here)
             return Kind.BACKWARD if gradient_here else None
+        # The order has this F next if all B's that it puts before it are done.
         forward_is_listed = has_room and self._backwards_before[forwards] <= backwards
+        # Rule 3 prefers a backward that is ready; where none is, the paper runs an F that is not due yet.
         if forward_here and (forward_is_listed or (self._is_late and not gradient_here)):
             return Kind.FORWARD
         # Rule 1, R ahead of its gradient: not while the order expects a forward first, which it would block.
@@ -174,12 +181,13 @@ class OpportunisticPolicy:
             self._backwards += 1
 
     def keeps(self, micro_batch: int) -> bool:
-        """Whether nothing can run between this F and its B, so that keeping its activations costs nothing."""
+        """Return whether nothing can run between this F and its B, so that keeping its activations costs nothing."""
+        # No F can come between: the last stage has its gradient at once, the stash is full, or this F is the last.
         is_alone = self._is_last or self._limit == 1 or micro_batch == self._count - 1
         return is_alone and micro_batch == self._backwards
 
     def awaited(self) -> Action:
-        """The input of a forward if there is room for one, else the gradient of the next B."""
+        """Return the next forward if there is room for its input, else the next B, which lacks its gradient."""
         has_room = self._forwards < self._count and self._forwards - self._backwards < self._limit
         if not self._live and has_room:
             return Action(self.stage, Kind.FORWARD, self._forwards)
@@ -210,7 +218,7 @@ def make_policy(
     empties: bool = False,
     keeps_all: bool = False,
 ) -> Policy:
-    """A fresh policy for one stage and one step.
+    """Make a policy for one stage and one step.
 
     ``varuna`` and ``adaptive`` respect any limit of at least 1. The others follow a list that cannot bend without
     deadlock: they refuse a limit below what their list needs, which ``stash_limit`` tells.
@@ -261,11 +269,12 @@ def make_policy(
             f"limit of {stash_limit}. Raise the limit, or use a policy that works with any limit: 'varuna' or "
             "'adaptive'."
         )
+    # A list without its R's: ``kept`` then finds every micro-batch, so each F keeps its graph.
     return ListPolicy(tuple(action for action in row if action.kind is not Kind.RECOMPUTE) if keeps_all else row)
 
 
 def stash_limit(stages: int, stage: int, micro_batches: int, policy: str = "varuna") -> int:
-    """Default in-flight depth n_k: what a list needs; else 3 (P - k) + 2.
+    """Return the default in-flight depth n_k: what a list needs; else 3 (P - k) + 2.
 
     That cap costs at most 0.4 % on all but the worst networks, where P - k + 2 costs 30 %
     (docs/schedules.md).
@@ -285,7 +294,7 @@ def stash_limit(stages: int, stage: int, micro_batches: int, policy: str = "varu
 
 
 def split_last(stages: int, micro_batches: int, policy: str) -> int:
-    """Default number of backwards to split: the last P, whose results find the stages before them waiting.
+    """Return the default number of backwards to split: the last P, whose results find the stages before them waiting.
 
     Fewer lose up to 4 % of a short step. Splitting all gains another 1 % on slow networks only, if I and W take
     no longer than B, and loses where they do (docs/schedules.md).

@@ -18,10 +18,11 @@ class Usage(NamedTuple):
 
 
 def usage(row: Sequence[Action]) -> Usage:
-    """Peaks over a row. A micro-batch without an R has kept its activations since its F."""
+    """Find the peaks over a row. A micro-batch without an R has kept its activations since its F."""
     keeps = kept(row)
     stash = live = stash_peak = live_peak = 0
     for _, kind, micro_batch in row:
+        # I frees nothing: its W still needs the input and the activations.
         if kind in _BACKWARD_ENDS:
             stash -= 1
             live -= 1
@@ -36,6 +37,6 @@ def usage(row: Sequence[Action]) -> Usage:
 
 
 def kept(row: Sequence[Action]) -> frozenset[int]:
-    """Micro-batches that have no R, since they keep their activations from F to the end of their backward."""
+    """Find the micro-batches that have no R, since they keep their activations from F to the end of their backward."""
     forwards = {action.micro_batch for action in row if action.kind is Kind.FORWARD}
     return frozenset(forwards.difference(action.micro_batch for action in row if action.kind is Kind.RECOMPUTE))

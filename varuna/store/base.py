@@ -46,7 +46,7 @@ class Store(Protocol):
         ...
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a small object that nobody else has written: of several writers one succeeds.
+        """Write a small object that no other writer has written: of several writers one succeeds.
 
         Raises:
             ObjectExists: there is one.
@@ -66,7 +66,7 @@ class Store(Protocol):
         ...
 
     def size_bytes(self, name: str) -> int:
-        """Size of an object that was written before, whatever listings show.
+        """Return the bytes of an object that was written before, whatever listings show.
 
         Raises:
             ObjectMissing: there is none.
@@ -74,11 +74,11 @@ class Store(Protocol):
         ...
 
     def folders(self) -> list[str]:
-        """Names of the folders at the top; empty ones may be left out."""
+        """List the names of the folders at the top; empty ones may be left out."""
         ...
 
     def entries(self, folder: str = "") -> list[Entry]:
-        """All objects below a folder, in order of names; nothing if it does not exist."""
+        """List all objects below a folder, in order of names; nothing if it does not exist."""
         ...
 
     def remove(self, name: str) -> None:
@@ -95,7 +95,7 @@ class Store(Protocol):
 
 
 def checked(name: str) -> str:
-    """The name, if it is valid: names come from other machines, and none may lead out of the store.
+    """Return the name, if it is valid: names come from other machines, and none may lead out of the store.
 
     Raises:
         StoreError: it is not a valid name of an object.

@@ -75,13 +75,13 @@ class FolderStore:
                 read += count
 
     def size_bytes(self, name: str) -> int:
-        """Size of a file."""
+        """Return the bytes of a file."""
         path = self._path(name)
         with _reading(path):
             return path.stat().st_size
 
     def folders(self) -> list[str]:
-        """Folders at the top."""
+        """List the folders at the top."""
         with _reading(self._root):
             try:
                 with os.scandir(self._root) as entries:
@@ -90,7 +90,7 @@ class FolderStore:
                 return []
 
     def entries(self, folder: str = "") -> list[Entry]:
-        """Files below a folder; those that are still being written are left out."""
+        """List the files below a folder; those that are still being written are left out."""
         top = self._path(folder) if folder else self._root
         found: list[Entry] = []
         for where, _, files in os.walk(top, onerror=_raise_unless_missing):
@@ -141,7 +141,7 @@ class FolderStore:
 
     @contextmanager
     def _partial(self, path: Path, chunks: Iterable[bytes | memoryview]) -> Iterator[Path]:
-        """A synchronised file beside ``path``, for the caller to give its name to."""
+        """Make a synchronised file beside ``path``, for the caller to give its name to."""
         # Random, since process ids repeat among machines that share the folder.
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
         try:
@@ -177,7 +177,7 @@ def _write_all(descriptor: int, view: memoryview) -> None:
 
 
 def _create_in_place(path: Path, data: bytes) -> None:
-    """For systems without hard links: exclusive, but a crash may leave half a file, which then is damaged."""
+    """Create a file without hard links: exclusively, but a crash may leave half of it, which then is damaged."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError as error:

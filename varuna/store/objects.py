@@ -36,7 +36,7 @@ QUICK: dict[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=20
 """For small objects: ``retry`` asks again."""
 ONCE: dict[str, Any] = {"max_retries": 0, "retry_timeout": timedelta(seconds=20)}
 """For objects that must be new: after a lost answer, the library's own second try would find what the first one wrote
-and take it for somebody else's object. ``retry`` compares the contents instead."""
+and take it for another writer's object. ``retry`` compares the contents instead."""
 PATIENT: dict[str, Any] = {
     "max_retries": 1000,
     "retry_timeout": timedelta(minutes=4),  # credentials are not renewed within one request
@@ -116,17 +116,17 @@ class ObjectStore:
         view[:] = memoryview(found)
 
     def size_bytes(self, name: str) -> int:
-        """Size of an object, by a HEAD request."""
+        """Return the bytes of an object, by a HEAD request."""
         with self._doing("read", name):
             return int(obstore.head(self._quick, checked(name))["size"])
 
     def folders(self) -> list[str]:
-        """Common prefixes at the top."""
+        """List the common prefixes at the top."""
         with self._doing("list", ""):
             return sorted(obstore.list_with_delimiter(self._quick)["common_prefixes"])
 
     def entries(self, folder: str = "") -> list[Entry]:
-        """Objects below a prefix."""
+        """List the objects below a prefix."""
         with self._doing("list", folder):
             pages = obstore.list(self._quick, prefix=checked(folder) if folder else None)
             return sorted(Entry(found["path"], found["size"]) for page in pages for found in page)
@@ -188,7 +188,7 @@ _process: int | None = None
 
 
 def hangs_here() -> bool:
-    """Whether this process was forked from one that has used a bucket."""
+    """Return whether this process was forked from one that has used a bucket."""
     return _process is not None and _process != os.getpid()
 
 
@@ -218,5 +218,5 @@ def connect(url: str, throttle: Throttle | None) -> ObjectStore:
 
 
 def _first_line(error: Exception) -> str:
-    """The message without the library's debug output."""
+    """Return the message without the library's debug output."""
     return str(error).split("\n\nDebug source")[0].strip().replace("\n", " ")

@@ -19,7 +19,7 @@ _memory: dict[str, Store] = {}
 
 
 def location(place: str | os.PathLike[str]) -> str:
-    """A checkpoint directory as all processes of a run should name it: a URL as it is, a path made absolute.
+    """Name a checkpoint directory as all processes of a run should: a URL as it is, a path made absolute.
 
     Raises:
         UsageError: a URL of a kind that is not known, or one of a bucket that is not read as it is written.
@@ -73,10 +73,10 @@ def open_store(place: str | os.PathLike[str], *, upload_bytes_per_s: float | Non
 
 
 def keep_in_memory(store: Store) -> None:
-    """From now on ``open_store`` gives this store for its ``memory://`` URL, in this process."""
+    """Let ``open_store`` give this store for its ``memory://`` URL from now on, in this process."""
     _memory[store.url] = store
 
 
 def is_local(place: str) -> bool:
-    """Whether ``place``, from ``location``, is a directory of this machine's file system."""
+    """Return whether ``place``, from ``location``, is a directory of this machine's file system."""
     return "://" not in place

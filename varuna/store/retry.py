@@ -27,8 +27,8 @@ class RetryingStore:
     Args:
         inner: the store.
         patience_s: how long one operation is retried.
-        answer_s: how long one try may take, for who cannot wait for a store that says nothing; it goes on, and nobody
-            waits for it. None: as long as the inner store lets it.
+        answer_s: how long one try is waited for, where a store that says nothing must hold no caller up. None: as long
+            as the inner store lets it.
         clock: seconds.
         sleep: waits.
         say: hears that an operation is being retried.
@@ -137,13 +137,13 @@ class RetryingStore:
         if self._answer_s is None:
             return attempt()
         try:
-            return Bounded(attempt).take(self._answer_s)
+            return Bounded(attempt).result(self._answer_s)
         except TimeoutError as error:
             raise StoreUnavailable(f"{self.url} has not answered for {self._answer_s:.0f} s") from error
 
 
 def impatient(store: Store, patience_s: float, answer_s: float | None = None) -> Store:
-    """The same store, retried for no longer than this, and in silence: for what can be left undone.
+    """Return the same store, retried for no longer than this, and in silence: for what can be left undone.
 
     Args:
         store: a folder or a bucket.
@@ -158,5 +158,5 @@ def impatient(store: Store, patience_s: float, answer_s: float | None = None) ->
 
 
 def writer_id() -> str:
-    """A name for this writer that no other has."""
+    """Make a name for this writer that no other has."""
     return secrets.token_hex(8)

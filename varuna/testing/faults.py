@@ -32,13 +32,13 @@ class Fault:
         self._mark, self._left = "end" if at_end else "begin", after
         self._lock = threading.Lock()
         self.lose: Callable[[int], None] = lambda rank: None
-        """ends the worker of a rank, from another thread than its own; set by whoever runs the workers"""
+        """ends the worker of a rank, from another thread than its own; set by the code that runs the workers"""
 
     def __str__(self) -> str:
         return f"fail_at(rank={self.rank}, step={self.step}, phase={self.phase!r})"
 
     def is_here(self, span: Span) -> bool:
-        """Whether this is the place; once."""
+        """Return whether this is the place; True once."""
         here = (span.phase, span.rank, span.step, span.name) == (self._mark, self.rank, self.step, self.phase)
         with self._lock:
             if not here or self.happened:
@@ -47,7 +47,7 @@ class Fault:
             self.happened = self._left < 0
             return self.happened
 
-    def hear(self, span: Span) -> None:
+    def on_span(self, span: Span) -> None:
         """Raise, or end the rank whose other thread this is, if this is the place."""
         if not self.is_here(span):
             return
@@ -67,14 +67,14 @@ def fail_at(
     at_end: bool = False,
     error: BaseException | None = None,
 ) -> Fault:
-    """A worker is lost as it begins a phase of a step.
+    """Lose a worker as it begins a phase of a step.
 
     Args:
         rank: of the worker, in the plan that runs by then.
         step: counted from 0, as in ``Step.step``.
         phase: such as ``"F"``, ``"B"``, ``"vote"`` or ``"form"``: docs/testing.md has all of them, and not every plan.
             At ``form``, ``step`` is the first one of the new plan.
-        after: so many times the phase passes in that step before.
+        after: times that the phase passes in that step before.
         at_end: as it ends the phase, not as it begins it.
         error: raise this there instead: the worker's own code fails, which ends the run.
 
@@ -98,20 +98,20 @@ class Warned(Fault):
         self.seconds = seconds
         self.tell: Callable[[int, float], None] = lambda rank, seconds: None
         self.wait: Callable[[], None] = lambda: None
-        """for the manager to plan without the rank; both are set by whoever runs the workers"""
+        """for the manager to plan without the rank; both are set by the code that runs the workers"""
 
     def __str__(self) -> str:
         return f"notice_at(rank={self.rank}, step={self.step}, phase={self.phase!r})"
 
-    def hear(self, span: Span) -> None:
-        """Tell the manager, if this is the place, and go on once it knows what to do: the steps of a test are short."""
+    def on_span(self, span: Span) -> None:
+        """Tell the manager, if this is the place, and wait until it has a plan: the steps of a test are short."""
         if self.is_here(span):
             self.tell(self.rank, self.seconds)
             self.wait()
 
 
 def notice_at(*, rank: int, step: int, phase: Phase = "F", seconds: float = 0.0) -> Warned:
-    """A worker's machine is said to go away, as the worker begins a phase of a step. Nobody takes it away.
+    """Give notice that a worker's machine will go away, as it begins a phase of a step; the machine stays.
 
     Args:
         rank: of the worker, in the plan that runs by then.
@@ -127,8 +127,8 @@ def notice_at(*, rank: int, step: int, phase: Phase = "F", seconds: float = 0.0)
 
 @contextmanager
 def watching(faults: Sequence[Fault]) -> Iterator[None]:
-    """Let them happen in here."""
-    undos = [subscribe(fault.hear) for fault in faults]
+    """Let faults happen in this block."""
+    undos = [subscribe(fault.on_span) for fault in faults]
     try:
         yield
     finally:

@@ -40,9 +40,9 @@ from varuna.testing.faults import Fault, Killed, Warned, watching
 from varuna.testing.threads import Threads
 
 _END_S = 30.0
-"""Workers that were told the end get so long to return."""
+"""Seconds that workers get to return after they were told the end."""
 _PLANNED_S = 10.0
-"""Whoever is given notice waits so long, at most, for the manager to plan without it."""
+"""Seconds, at most, that a rank with a notice waits for the manager to plan without it."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class _Turn:
 
 
 class _Workers:
-    """All workers, as the manager's ``Executor``: it starts them, speaks to them, and ends them."""
+    """The manager's ``Executor``: starts all workers, speaks to them, and ends them."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class _Workers:
         self._events: list[RunEvent] = []
         self._mailbox = Mailbox()
         self._journal = Journal(folder, None)
-        self._journal.begin("testing")
+        self._journal.begin_run("testing")
         self._manager = Manager(
             FleetConfig(
                 workers=workers,
@@ -231,7 +231,7 @@ class _Workers:
         )
 
     def manage(self) -> RunResult:
-        """The whole run."""
+        """Run the manager until the run is over; return its outcome."""
         late = f"the run was not over after {self._bound_s:g} s (bound_s=)"
         alarm = threading.Timer(self._bound_s, lambda: self._mailbox.post(StopRequested(late, 1)))
         alarm.start()
@@ -240,7 +240,7 @@ class _Workers:
         finally:
             alarm.cancel()
             self._is_over = True
-        assert ended is not None  # nobody tells this manager to leave
+        assert ended is not None  # this manager is never told to leave
         if ended.exit_code:
             for name in self._places:
                 self.kill(name)
@@ -250,6 +250,7 @@ class _Workers:
         if ended.exit_code:
             raise VarunaError(ended.text)
         recorded = [event for event in self._events if isinstance(event, StepRecorded)]
+        # in the order of events: of a step that ran again, the last loss stays
         losses = {(event.training, event.step): event.loss for event in recorded}
         records = [event.record for event in self._events if isinstance(event, GenerationStarted)]
         return RunResult(
@@ -261,13 +262,13 @@ class _Workers:
         )
 
     def warn(self, rank: int, seconds: float) -> None:
-        """A rank's machine will be taken away in so many seconds; any thread may say so."""
+        """Give notice that a rank's machine goes away in ``seconds``; any thread may call it."""
         name = self._manager.fleet.members[rank]
         self._warned.add(name)
         self._mailbox.post(NoticeReceived(name, PreemptionNotice(in_s=seconds, reason="preemption notice")))
 
     def wait_for_plan(self) -> None:
-        """Until the manager has made plans without the ranks that were given notice; not for its own thread."""
+        """Wait until the manager has planned without the ranks that were given notice; not on its own thread."""
         deadline_s = time.monotonic() + _PLANNED_S
         while time.monotonic() < deadline_s and not self._is_over:
             fleet = self._manager.fleet
@@ -316,17 +317,17 @@ class _Workers:
         self._places[name].leave()
 
     def set_main(self, name: str) -> None:
-        """All print here."""
+        """Do nothing: all workers print here."""
 
     def send(self, name: str, message: ToWorker) -> None:
         """Tell a worker."""
         self._lines[name].deliver(message)
 
     def release(self, node: str, *, drained: bool) -> None:
-        """Nothing to give back."""
+        """Do nothing: threads are no machines to give back."""
 
     def heard_s(self) -> float:
-        """Nothing lies between workers and the manager."""
+        """Return the time now: no network lies between workers and the manager."""
         return time.monotonic()
 
     # -- a worker's thread -----------------------------------------------------------------------------------
@@ -351,7 +352,7 @@ class _Workers:
 
 
 def _described(name: str, error: BaseException) -> VarunaError:
-    """The error that the caller sees for an exception that ended a worker's script."""
+    """Return the error that the caller sees for an exception that ended a worker's script."""
     if isinstance(error, VarunaError):
         return error
     described = WorkerError(f"the script of worker {name} raised {type(error).__name__}: {error}")

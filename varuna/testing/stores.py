@@ -41,7 +41,7 @@ class HookedStore:
         self._around("put", name, lambda: self.inner.put(name, data))
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a small object that nobody else has written."""
+        """Write a small object, unless it exists."""
         self._around("create", name, lambda: self.inner.create(name, data))
 
     def write(self, name: str, chunks: Chunks) -> None:
@@ -53,15 +53,15 @@ class HookedStore:
         self._around("read_into", name, lambda: self.inner.read_into(name, start, view))
 
     def size_bytes(self, name: str) -> int:
-        """Size of an object."""
+        """Return the size of an object."""
         return self._around("size_bytes", name, lambda: self.inner.size_bytes(name))
 
     def folders(self) -> list[str]:
-        """Names of the folders at the top."""
+        """Return names of the folders at the top."""
         return self._around("folders", "", self.inner.folders)
 
     def entries(self, folder: str = "") -> list[Entry]:
-        """All objects below a folder."""
+        """List all objects below a folder."""
         return self._around("entries", folder, lambda: self.inner.entries(folder))
 
     def remove(self, name: str) -> None:

@@ -38,6 +38,6 @@ class StandIns:
         """The model's own buffers."""
         return self._real.buffers(names)
 
-    def whole(self) -> Initial:
+    def whole_model(self) -> Initial:
         """The real model."""
-        return self._real.whole()
+        return self._real.whole_model()

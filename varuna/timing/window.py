@@ -18,7 +18,7 @@ from varuna.engine.device.host_copies import HOST
 from varuna.engine.device.streams import Event, Streams
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.section import Examples, SectionRunner
-from varuna.engine.stage.stage import Left, Stage
+from varuna.engine.stage.stage import DeferredWeightGrad, Stage
 from varuna.engine.stage.tape import Tape
 from varuna.engine.worker.stored import initial_states
 from varuna.partition.batch_weight import completed
@@ -64,7 +64,7 @@ class DeviceClock:
 
     def mark(self) -> Event:
         """An event after everything that is queued."""
-        return self._streams.mark(self._streams.computing(), timed=True)
+        return self._streams.record_event(self._streams.computing(), timed=True)
 
     def seconds(self, begin: Event, end: Event) -> float:
         """From one mark to another."""
@@ -133,7 +133,9 @@ class Window:
     def round(self, batch: Mapping[str, Tensor], examples: int, *, halves: bool = True) -> Pass:
         """F, then R and B, then (for ``halves``) R, I and W, of one micro-batch, as a stage within a run does them."""
         split, device = self.job.model.split, self.job.device
-        inputs = Examples(self.job.traffic.links.up(completed(self.job.model, batch, self.job.buffers)), examples)
+        inputs = Examples(
+            self.job.traffic.links.copy_to_device(completed(self.job.model, batch, self.job.buffers)), examples
+        )
         out = () if self.stage.is_last else split.crossings[self.stop]
         leaving = [crossing for crossing in out if crossing.differentiable]
         values = _made_up(split.crossings[self.first], examples, device)
@@ -145,7 +147,7 @@ class Window:
             return Pass(forward, recompute, backward, {}, {})
         tapes, _ = self._recomputed(values, inputs, split=True)
         splits = {tape.section.index for tape in tapes if tape.pending is not None}
-        left: list[Left] = []
+        left: list[DeferredWeightGrad] = []
         gradients = _made_up(leaving, examples, device) if out else self._loss_gradient()
         input_s = self._timed(lambda: self._input_backward(tapes, gradients, left))
         weight_s = self._timed(lambda: self.stage.weight_backward(left, self._mark))
@@ -162,7 +164,7 @@ class Window:
         times = self._timed(lambda: tapes.extend(self.stage.record(values, examples, 0, 0, split=split)))
         return tapes, times
 
-    def _input_backward(self, tapes: list[Tape], gradients: dict[str, Tensor], left: list[Left]) -> None:
+    def _input_backward(self, tapes: list[Tape], gradients: dict[str, Tensor], left: list[DeferredWeightGrad]) -> None:
         """I section by section, each with its mark."""
         while tapes:
             gradients, mine = self.stage.input_backward([tapes.pop()], gradients)
@@ -191,7 +193,7 @@ class Window:
         begin_s = time.perf_counter()
         for section in self.stage.sections:
             for tensor in self.stage.state_of(section).tensors.values():
-                copies.down([(tensor.detach(), copies.room_for(tensor))]).wait()
+                copies.copy_to_host([(tensor.detach(), copies.room_for(tensor))]).wait()
         return time.perf_counter() - begin_s
 
     def arrivals(self, rounds: int) -> list[Sized]:
@@ -208,7 +210,7 @@ class Window:
         def copied_s() -> float:
             copies.point().wait()
             begin_s = time.perf_counter()
-            copies.over(pairs).wait()
+            copies.overwrite(pairs).wait()
             return time.perf_counter() - begin_s
 
         return [Sized(sum(value.nbytes for value in values), copied_s()) for _ in range(rounds)]

@@ -88,7 +88,7 @@ def save_parts(
                     smallest_bytes=16,
                 )
                 parts, pairs = SnapshotBuffer().place(planned, held, CPU_COPIES.room)
-                CPU_COPIES.down(pairs)
+                CPU_COPIES.copy_to_host(pairs)
                 for copied in parts:
                     if copied.part.writer == replica:
                         saved.append(write_part(store, step, copied, "0123456789abcdef", beside))

@@ -40,7 +40,7 @@ def kept_twice(store: Store, place: str, warnings: list[str]) -> CheckpointCommi
         for shard in save_parts(store, step, plan):
             keep.collect(shard)
         assert keep.wait_for(step, 10)
-        assert keep.settle()
+        assert keep.wait_until_settled()
     return keep
 
 
@@ -57,7 +57,7 @@ def test_complete_steps_are_committed_and_old_ones_go(place: str) -> None:
         for shard in save_parts(keep.store, step, plan):
             keep.collect(shard)
     assert keep.wait_for(9, 10)
-    assert keep.settle()
+    assert keep.wait_until_settled()
     assert [folder.step for folder in survey(keep.store)] == [9, 6]
     found = keep.newest()
     assert found is not None
@@ -92,7 +92,7 @@ def test_an_error_nobody_foresaw_costs_one_checkpoint_and_is_said(place: str, mo
     monkeypatch.setattr(committer, "commit", broken)
     for shard in save_parts(keep.store, 3, plan):
         keep.collect(shard)
-    assert keep.settle()
+    assert keep.wait_until_settled()
     monkeypatch.undo()
     for shard in save_parts(keep.store, 6, plan):
         keep.collect(shard)
@@ -110,12 +110,12 @@ def test_a_false_word_of_a_later_step_costs_no_checkpoint_and_what_was_dropped_i
     _, *rest = save_parts(keep.store, 3, plan)
     for shard in rest:
         keep.collect(shard)
-    assert keep.settle()
+    assert keep.wait_until_settled()
     assert keep.committed_step == -1
     for shard in save_parts(keep.store, 6, plan):
         keep.collect(shard)
     assert keep.wait_for(6, 10)
-    assert keep.settle()
+    assert keep.wait_until_settled()
     missing, dropped = warnings
     assert "2400" in missing
     assert (
@@ -132,7 +132,7 @@ def test_a_run_that_was_replaced_commits_nothing_more(place: str) -> None:
     second = keeper(place, warnings)
     for shard in save_parts(first.store, 3, plan):
         first.collect(shard)
-    assert first.settle()
+    assert first.wait_until_settled()
     assert "another run has taken over" in warnings[0]
     assert second.newest() is None
     first.close()
@@ -146,13 +146,13 @@ def test_a_folder_that_somebody_empties_is_used_again(place: str) -> None:
     for shard in save_parts(keep.store, 3, plan):
         keep.collect(shard)
     assert keep.wait_for(3, 10)
-    assert keep.settle()  # nothing of step 3 is under way
+    assert keep.wait_until_settled()  # nothing of step 3 is under way
     for folder in keep.store.folders():
         keep.store.remove_folder(folder)
     for shard in save_parts(keep.store, 6, plan):
         keep.collect(shard)
     assert keep.wait_for(6, 10)
-    assert keep.settle()
+    assert keep.wait_until_settled()
     assert [folder.step for folder in survey(keep.store)] == [6]
     assert warnings == [f"files were removed from {place} while this run is using it; claiming it again"]
     assert "lease" in keep.store.folders()  # others can see again that this run lives
@@ -328,7 +328,7 @@ def test_a_run_that_was_replaced_by_one_that_is_over_commits_nothing_more(place:
     assert is_given_back(first.store)
     for shard in save_parts(first.store, 3, plan):
         first.collect(shard)
-    assert first.settle()
+    assert first.wait_until_settled()
     assert [text for text in warnings if "step 3 is not committed, because another run has taken over" in text]
     assert [folder.step for folder in survey(first.store) if folder.is_committed] == [6]
     first.close()
@@ -344,7 +344,7 @@ def test_a_store_that_is_down_costs_a_checkpoint_and_not_the_next(place: str, mo
     hooked.before = down
     for shard in found:
         keep.collect(shard)
-    assert keep.settle()
+    assert keep.wait_until_settled()
     assert "connection refused" in warnings[0]
     hooked.before = lambda verb, name: None
     for shard in save_parts(hooked, 6, plan):

@@ -13,7 +13,7 @@ from varuna.checkpoint.manifest import (
     Manifest,
     check_compatible,
     commit,
-    look,
+    find_step,
     mark_damaged,
     newest_intact,
     read_manifest,
@@ -197,7 +197,7 @@ def test_saving_a_damaged_step_again_replaces_it(store: Store, damage: str) -> N
     second = save(store, 5, 2, 2, generation=3)
     assert newest_intact(store) == (second, [])
     files = {*(shard.file for shard in second.shards), MANIFEST}
-    assert look(store, 5).sizes.keys() == files  # nothing of the first is left
+    assert find_step(store, 5).sizes.keys() == files  # nothing of the first is left
     assert same_states(read_states(store, second, {3: everything}), {3: make_states(5)[3]})
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.checkpoint.saves import make_job, make_plan, save_parts
 from varuna.checkpoint import committer
 from varuna.checkpoint.committer import CheckpointCommitter
-from varuna.checkpoint.manifest import look, mark_damaged, survey
+from varuna.checkpoint.manifest import find_step, mark_damaged, survey
 from varuna.checkpoint.names import DAMAGED, MANIFEST
 from varuna.core.errors import StoreError
 from varuna.store.opening import open_store
@@ -36,7 +36,7 @@ class Run:
         for shard in save_parts(self.store.inner, step, self.plan):
             self.keep.collect(shard)
         assert self.keep.wait_for(step, 10)  # also if it is damaged: nobody is held up
-        assert self.keep.settle()
+        assert self.keep.wait_until_settled()
 
     def spoil(self, change: Callable[[str], None]) -> None:
         """Change a shard in the store as soon as its checkpoint is committed."""
@@ -82,7 +82,7 @@ def test_a_damaged_one_is_marked_and_never_counts(run: Run, how: str) -> None:
     (warning,) = run.warnings
     assert "the checkpoint of step 6 is damaged" in warning
     assert "goes back to the checkpoint of step 3" in warning
-    assert look(inner, 6).is_damaged
+    assert find_step(inner, 6).is_damaged
     assert (run.steps, run.committed, run.keep.committed_step) == ([6, 3], [3], 3)
     found = run.keep.newest()
     assert found is not None

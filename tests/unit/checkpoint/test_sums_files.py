@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tests.unit.checkpoint.saves import SECTIONS, assemble, make_job, make_plan, save, save_parts
 from varuna.checkpoint.io.sums import fingerprint, read_sums, write_sums
-from varuna.checkpoint.manifest import commit, look, mark_damaged
+from varuna.checkpoint.manifest import commit, find_step, mark_damaged
 from varuna.checkpoint.names import parse_sums_file, step_folder, sums_file
 from varuna.checkpoint.retention import Kept, retain
 from varuna.checkpoint.saved_sums import SumsLabel, find_sums, job_of, labels_in, whole_micro_batches
 from varuna.core.errors import DamagedCheckpoint
-from varuna.core.sums import MicroBatchLoss, SectionSum, Spans
+from varuna.core.sums import IndexSet, MicroBatchLoss, SectionSum
 from varuna.store.base import Store
 from varuna.store.opening import open_store
 
@@ -28,7 +28,7 @@ def store(request: pytest.FixtureRequest) -> Store:
 
 
 def write(
-    store: Store, step: int, section: int = 0, spans: Spans = ((0, 3),), *, job: str = "", number: int = 0
+    store: Store, step: int, section: int = 0, spans: IndexSet = ((0, 3),), *, job: str = "", number: int = 0
 ) -> str:
     """A file of four numbers; with the losses of its micro-batches, as of the last stage."""
     file = sums_file(section, 1, "0123456789abcdef", number)
@@ -49,7 +49,7 @@ def write(
 
 
 def sums_in(store: Store, step: int) -> list[str]:
-    return [file for file in look(store, step).sizes if parse_sums_file(file) is not None]
+    return [file for file in find_step(store, step).sizes if parse_sums_file(file) is not None]
 
 
 def test_what_is_written_is_read_bit_for_bit(store: Store) -> None:
@@ -62,16 +62,16 @@ def test_what_is_written_is_read_bit_for_bit(store: Store) -> None:
 def test_sums_of_this_job_are_found_with_all_losses(store: Store) -> None:
     files = {write(store, 4, 0, ((0, 2),)), write(store, 4, 0, ((2, 3),), number=1), write(store, 4, 1, ((0, 1),))}
     write(store, 4, 2, job="another")
-    found = find_sums(store, look(store, 4), JOB)
+    found = find_sums(store, find_step(store, 4), JOB)
     assert found is not None
     assert {each.file for each in found.sums} == files
     assert [loss.micro_batch for loss in found.losses] == [0, 1, 2]
-    assert find_sums(store, look(store, 5), JOB) is None
+    assert find_sums(store, find_step(store, 5), JOB) is None
 
 
 def test_a_file_that_is_replaced_while_others_are_listed_is_found_by_its_new_name(store: Store) -> None:
     """As by a worker of the generation before, whose last save ends now."""
-    old, folder = write(store, 4), look(store, 4)
+    old, folder = write(store, 4), find_step(store, 4)
     new = write(store, 4, number=1)
     store.remove(f"{step_folder(4)}/{old}")
     found = find_sums(store, folder, JOB)
@@ -82,7 +82,7 @@ def test_a_file_that_is_replaced_while_others_are_listed_is_found_by_its_new_nam
 def test_a_micro_batch_counts_if_all_sections_have_it_and_its_loss_is_known(store: Store) -> None:
     for section, spans in ((0, ((0, 2),)), (0, ((3, 4),)), (1, ((1, 4),))):
         write(store, 4, section, spans, number=spans[0][0])
-    labels = [label for label in labels_in(store, look(store, 4)).values() if label is not None]
+    labels = [label for label in labels_in(store, find_step(store, 4)).values() if label is not None]
     assert whole_micro_batches(labels) == (2, 4)
 
 
@@ -92,7 +92,7 @@ def test_a_file_of_anything_is_no_sum(data: bytes) -> None:
     file = sums_file(0, 1, "0123456789abcdef", 0)
     for content in (data, len(data).to_bytes(8, "little") + data):
         store.put(f"{step_folder(4)}/{file}", content)
-        assert labels_in(store, look(store, 4)) == {file: None}
+        assert labels_in(store, find_step(store, 4)) == {file: None}
         with pytest.raises(DamagedCheckpoint):
             read_sums(store, 4, file)
         assert not sums_in(store, 4)
@@ -119,7 +119,7 @@ def test_a_header_that_contradicts_itself_is_not_believed(store: Store, old: str
     assert old in text
     changed = text.replace(old, new, 1).encode()
     store.put(name, len(changed).to_bytes(8, "little") + changed + data[end:])
-    assert labels_in(store, look(store, 4)) == {file: None}
+    assert labels_in(store, find_step(store, 4)) == {file: None}
     with pytest.raises(DamagedCheckpoint):
         read_sums(store, 4, file)
 
@@ -165,7 +165,7 @@ def test_any_wrong_byte_of_what_is_read_is_found(store: Store) -> None:
 
 def test_until_all_sections_have_sums_no_micro_batch_counts(store: Store) -> None:
     write(store, 4, 0)
-    labels = [label for label in labels_in(store, look(store, 4)).values() if label is not None]
+    labels = [label for label in labels_in(store, find_step(store, 4)).values() if label is not None]
     assert whole_micro_batches(labels) == (0, 4)
 
 
@@ -186,7 +186,7 @@ def test_they_outlast_the_commit_of_their_checkpoint_and_go_with_the_next(store:
     save(store, 6)
     retain(store, 6, Kept(last=2))
     assert sums_in(store, 4) == []
-    assert look(store, 4).is_committed
+    assert find_step(store, 4).is_committed
 
 
 def test_they_outlast_a_damaged_checkpoint_of_their_step(store: Store) -> None:

@@ -167,9 +167,9 @@ def test_a_collate_that_counts_is_refused_and_one_that_only_logs_passes() -> Non
 
 def check(dataset: Any, collate: Any = None) -> None:
     found = Reads()
-    found.follow(dataset, "dataset")
+    found.follow_reads(dataset, "dataset")
     if collate is not None:
-        found.follow(collate, "collate=")
+        found.follow_reads(collate, "collate=")
     check_reading(SampleSource(dataset, seed=0, collate=collate), found.numbers)
 
 

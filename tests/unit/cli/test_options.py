@@ -6,10 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.fleet.support import make_job
+from varuna.calibration.file import write_calibration
 from varuna.calibration.format import Calibrations
 from varuna.calibration.nominal import nominal_calibration
 from varuna.cli import main as cli
-from varuna.cli.shared.options import budget_of, price_of
+from varuna.cli.shared.run_options import RunOptions
 from varuna.core.errors import UsageError
 from varuna.fleet.state.run_events import Budgeted, Priced
 
@@ -64,12 +65,18 @@ def test_the_command_answers_a_shell_that_completes() -> None:
     assert done.stdout.split() == ["--workers"]
 
 
-def test_a_price_is_the_users_or_else_the_calibrations() -> None:
+def test_a_price_is_the_users_or_else_the_calibrations(tmp_path: Path) -> None:
+    def price_of(price: float | None, on_demand_price: float | None, calibration: Path | None) -> Priced | None:
+        return RunOptions(price=price, on_demand_price=on_demand_price, calibration=calibration).priced
+
     assert price_of(None, None, None) is None
     assert price_of(0.5, 2.0, None) == Priced(per_hour=0.5, on_demand_per_hour=2.0)
-    given = Calibrations.of_one(nominal_calibration(make_job().model))
-    hardware = given.first.hardware.model_copy(update={"price_per_hour": 0.25})
-    priced = given.each(lambda known: known.model_copy(update={"hardware": hardware}))
+    known = Calibrations.of_one(nominal_calibration(make_job().model))
+    hardware = known.first.hardware.model_copy(update={"price_per_hour": 0.25})
+    write_calibration(known, given := tmp_path / "given.json")
+    write_calibration(
+        known.each(lambda each: each.model_copy(update={"hardware": hardware})), priced := tmp_path / "priced.json"
+    )
     assert price_of(None, None, given) is None
     assert price_of(None, None, priced) == Priced(per_hour=0.25)
     assert price_of(0.0, None, priced) == Priced(per_hour=0.0)
@@ -82,12 +89,12 @@ def test_a_price_is_the_users_or_else_the_calibrations() -> None:
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_budget_is_a_number_above_zero(value: float) -> None:
     with pytest.raises(UsageError, match=r"--max-cost .* is no budget. Give dollars above 0"):
-        budget_of(value, None)
+        RunOptions(max_cost=value).check()
     with pytest.raises(UsageError, match=r"--max-hours .* is no budget. Give hours above 0"):
-        budget_of(None, value)
+        RunOptions(max_hours=value).check()
 
 
 def test_a_budget_may_have_one_limit_or_both() -> None:
-    assert budget_of(None, None) is None
-    assert budget_of(20.0, None) == Budgeted(max_dollars=20.0)
-    assert budget_of(20.0, 0.5) == Budgeted(max_dollars=20.0, max_hours=0.5)
+    assert RunOptions().budget is None
+    assert RunOptions(max_cost=20.0).budget == Budgeted(max_dollars=20.0)
+    assert RunOptions(max_cost=20.0, max_hours=0.5).budget == Budgeted(max_dollars=20.0, max_hours=0.5)

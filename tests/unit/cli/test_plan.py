@@ -263,7 +263,8 @@ def test_at_a_rate_of_losses_plans_are_ranked_by_what_is_left_and_both_figures_a
     left = [plan["examples_per_s_left"] for plan in found["plans"]]
     assert left == sorted(left, reverse=True)
     assert all(0 < plan["examples_per_s_left"] < plan["examples_per_s"] for plan in found["plans"])
-    assert all(plan["loss_s"] < plan["step_time_s"] / 5 for plan in found["plans"]), "sums have copies"
+    most = {"sums": 0.2, "state": 0.5}  # of a step: where only state is copied, its checkpoints are some steps old
+    assert all(plan["loss_s"] < most[plan["copies"]] * plan["step_time_s"] for plan in found["plans"])
     assert {plan["copies"] for plan in found["plans"]} == {"sums", "state"}
     shown = run(*args, "--losses-per-hour", "30").out
     assert "ex/s left" in shown

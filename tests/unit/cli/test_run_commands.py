@@ -19,7 +19,7 @@ from varuna.fleet.net.serving import Serving
 from varuna.fleet.page.chronicle import Chronicle
 from varuna.fleet.page.status import describe
 from varuna.fleet.run_folder.audit import Audit
-from varuna.fleet.run_folder.connection_file import Access, publish
+from varuna.fleet.run_folder.connection_file import Access, publish_access
 from varuna.fleet.run_folder.journal import Journal
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import DrainRequested, Event, FinishRequested, MorphRequested
@@ -50,7 +50,7 @@ class RunningManager:
         for done in driver.done:
             if isinstance(done, Publish):
                 self.journal.append(done.event)
-                self.chronicle.take(done.event, 1e9)
+                self.chronicle.add_event(done.event, 1e9)
         people = OperatorApi(
             status=lambda: {**describe(driver.fleet, 0.0), **self.chronicle.newest(20, 1e9)},
             logs=folder / "logs",
@@ -68,7 +68,7 @@ class RunningManager:
         return True
 
     def publish(self, token: str) -> None:
-        publish(self.folder, Access(host="127.0.0.1", port=self.serving.port, certificate_pem=None, token=token))
+        publish_access(self.folder, Access(host="127.0.0.1", port=self.serving.port, certificate_pem=None, token=token))
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_verbs_name_their_run_and_ask_when_several_live(manager: RunningManager,
     assert str(manager.folder) in shell("status")[2]
     other = tmp_path / "other"
     other.mkdir()
-    publish(other, Access(host="127.0.0.1", port=1, certificate_pem=None, token=""))
+    publish_access(other, Access(host="127.0.0.1", port=1, certificate_pem=None, token=""))
     with_lock = [own(folder, "manager", remedy="") for folder in (manager.folder, other)]
     for verb in (["stop"], ["morph"], ["drain", "local"], ["logs"], ["status"]):
         code, _, err = shell(*verb)

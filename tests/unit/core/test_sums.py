@@ -7,9 +7,9 @@ from itertools import combinations, product
 import pytest
 
 from varuna.core.sums import (
-    Spans,
+    IndexSet,
     SumLocation,
-    choose,
+    choose_sums,
     count,
     deal,
     is_within,
@@ -41,35 +41,35 @@ def test_spans_are_sets() -> None:
 @pytest.mark.parametrize(
     "spans", [((-1, 2),), ((2, 2),), ((3, 5), (4, 6)), ((3, 5), (5, 6)), ((4, 6), (0, 1)), ((0, 10),)]
 )
-def test_spans_from_outside_are_looked_at(spans: Spans) -> None:
+def test_spans_from_outside_are_looked_at(spans: IndexSet) -> None:
     assert not is_within(spans, 9)
 
 
-def own(sums: Mapping[int, Spans]) -> dict[SumLocation, Spans]:
+def own(sums: Mapping[int, IndexSet]) -> dict[SumLocation, IndexSet]:
     """Each rank's own sums."""
     return {SumLocation(rank): spans for rank, spans in sums.items()}
 
 
 def test_a_reduced_sum_is_chosen_alone() -> None:
-    full: Spans = ((0, 9),)
+    full: IndexSet = ((0, 9),)
     sums = own({3: full, 1: full, 2: ((0, 4),)})
-    assert choose(sums, seats=(1, 2, 3)) == own({1: full})
-    assert choose(sums, seats=(2, 3)) == own({3: full}), "it need not move"
+    assert choose_sums(sums, seats=(1, 2, 3)) == own({1: full})
+    assert choose_sums(sums, seats=(2, 3)) == own({3: full}), "it need not move"
 
 
 def test_of_overlapping_sums_the_smaller_is_dropped() -> None:
     sums = own({0: ((0, 2),), 1: ((1, 4),), 2: ((5, 6),), 3: ()})
-    assert choose(sums, seats=()) == own({1: ((1, 4),), 2: ((5, 6),)})
+    assert choose_sums(sums, seats=()) == own({1: ((1, 4),), 2: ((5, 6),)})
 
 
 def test_a_copy_counts_where_the_sum_is_lost_that_it_is_of() -> None:
     """Rank 1 keeps a copy of what rank 0 had, which runs the same section."""
     copy, mine = SumLocation(1, copied=True), SumLocation(1)
-    alive: dict[SumLocation, Spans] = {SumLocation(0): ((0, 4),), mine: ((9, 12),), copy: ((0, 3),)}
-    assert choose(alive, seats=(0, 1)) == {SumLocation(0): ((0, 4),), mine: ((9, 12),)}
+    alive: dict[SumLocation, IndexSet] = {SumLocation(0): ((0, 4),), mine: ((9, 12),), copy: ((0, 3),)}
+    assert choose_sums(alive, seats=(0, 1)) == {SumLocation(0): ((0, 4),), mine: ((9, 12),)}
     dead = {at: spans for at, spans in alive.items() if at.rank}
-    assert choose(dead, seats=(1,)) == {mine: ((9, 12),), copy: ((0, 3),)}
-    assert choose({SumLocation(0): ((0, 4),), copy: ((0, 4),)}, seats=(0, 1)) == {SumLocation(0): ((0, 4),)}, (
+    assert choose_sums(dead, seats=(1,)) == {mine: ((9, 12),), copy: ((0, 3),)}
+    assert choose_sums({SumLocation(0): ((0, 4),), copy: ((0, 4),)}, seats=(0, 1)) == {SumLocation(0): ((0, 4),)}, (
         "as old as its own"
     )
     found = remainder(12, 1, {0: [1]}, {0: dead}, losses=((0, 12),))
@@ -111,7 +111,7 @@ _GRIDS = {"2x2": [[0, 2], [1, 3]], "2x1": [[0], [1]], "1x2": [[0, 1], [0, 1]], "
 def test_each_micro_batch_is_added_exactly_once_whatever_is_held(shape: str) -> None:
     """2 stages of a section each, 2 replicas, 3 micro-batches: every loss, and every set that each may hold."""
     seats, replicas = dict(enumerate(_GRIDS[shape])), int(shape[-1])
-    everything: Spans = ((0, 3),)
+    everything: IndexSet = ((0, 3),)
     shares = [(), ((0, 1),), ((1, 2),), ((0, 2),), everything], [(), ((2, 3),), everything]
     cases = 0
     for dead, moves, losses in product([None, 0, 1, 2, 3], [True, False], _subsets(3)):
@@ -148,7 +148,7 @@ def test_each_micro_batch_is_added_exactly_once_whatever_is_held(shape: str) -> 
     assert cases > 500
 
 
-def _subsets(end: int) -> list[Spans]:
+def _subsets(end: int) -> list[IndexSet]:
     return [spans_of(chosen) for size in range(end + 1) for chosen in combinations(range(end), size)]
 
 
@@ -174,7 +174,7 @@ def test_each_micro_batch_is_added_exactly_once_whatever_dies() -> None:
         replicas, stages = choices.choice([2, 3]), choices.choice([1, 2, 4])
         work = deal(((0, micro_batches),), replicas)
         grid = _grid(replicas, stages, sections)
-        kept: list[Spans] = [()] * sections
+        kept: list[IndexSet] = [()] * sections
         losses: set[int] = set()
         for _ in range(choices.randrange(1, 4)):
             _run(choices, grid, work, kept, losses, part=choices.random())
@@ -183,7 +183,7 @@ def test_each_micro_batch_is_added_exactly_once_whatever_dies() -> None:
                 stages if choices.random() < 0.7 else choices.choice([1, 2, 4]),
             )
             old, grid = grid, _grid(replicas, stages, sections)
-            offered: dict[int, dict[SumLocation, Spans]] = {section: {} for section in range(sections)}
+            offered: dict[int, dict[SumLocation, IndexSet]] = {section: {} for section in range(sections)}
             shift = choices.randrange(len(old))
             owners = {keeper: old[number - shift] for number, keeper in enumerate(old)} if shift else {}
             survivors = choices.sample(old, max(1, len(old) - 1))
@@ -237,8 +237,8 @@ def _grid(replicas: int, stages: int, sections: int) -> list[Worker]:
 def _run(
     choices: random.Random,
     grid: list[Worker],
-    work: tuple[Spans, ...],
-    kept: list[Spans],
+    work: tuple[IndexSet, ...],
+    kept: list[IndexSet],
     losses: set[int],
     *,
     part: float,
@@ -263,6 +263,6 @@ def _run(
                     worker.sums[section] = list(everything)
 
 
-def kept_end(work: tuple[Spans, ...], kept: list[Spans]) -> int:
+def kept_end(work: tuple[IndexSet, ...], kept: list[IndexSet]) -> int:
     """Number of micro-batches: the end of the last one that is kept or runs."""
     return max(end for spans in (*work, *kept) for _, end in spans)

@@ -94,13 +94,13 @@ def test_a_copy_with_a_field_that_there_is_not_is_refused() -> None:
     plan = Plan(micro_batch=1, global_batch=4, pipelines=(Pipeline(bounds=(0, 3), stash_limits=(1,)),))
     with pytest.raises(AttributeError, match="Plan has no split_last"):
         plan.model_copy(update={"split_last": 2})
-    assert plan.each(split_last=2).first.split_last == 2
+    assert plan.with_each_pipeline(split_last=2).first.split_last == 2
 
 
 def test_a_stage_keeps_its_last_sections_and_has_nothing_to_recompute_if_those_are_all() -> None:
     plan = Plan(micro_batch=1, global_batch=4, pipelines=(Pipeline(bounds=(0, 3, 5, 6), stash_limits=(4, 3, 1)),))
     assert [list(plan.first.kept_sections_of(k)) for k in range(3)] == [[], [], []]
-    plan = plan.each(kept=(1, 2, 0))
+    plan = plan.with_each_pipeline(kept=(1, 2, 0))
     assert [list(plan.first.kept_sections_of(k)) for k in range(3)] == [[2], [3, 4], []]
     assert [plan.first.keeps_all(k) for k in range(3)] == [False, True, False]
 

@@ -163,7 +163,7 @@ def test_no_process_is_left_after_a_kill(tmp_path: Path) -> None:
         from varuna.data.samples import SampleSource
         source = SampleSource(Drawn(pathlib.Path({str(tmp_path)!r})), seed=0, processes=2)
         readers = source.reading()
-        readers.ask(SampleRequest((104,), None))
+        readers.submit(SampleRequest((104,), None))
         print(*(each.pid for each in multiprocessing.active_children()), flush=True)
         time.sleep(600)
     """)

@@ -124,10 +124,10 @@ class LateStreams:
     def computing(self) -> LateStream | None:
         return self.compute
 
-    def mark(self, stream: LateStream | None, *, timed: bool = False) -> LateEvent:
+    def record_event(self, stream: LateStream | None, *, timed: bool = False) -> LateEvent:
         return LateEvent(stream)
 
-    def follow(self, stream: LateStream | None, event: Event) -> None:
+    def wait_event(self, stream: LateStream | None, event: Event) -> None:
         if stream is None:
             event.wait()
         else:
@@ -148,14 +148,14 @@ class LateStreams:
         self.unkept.add(id(fetched))
         return fetched
 
-    def keep(self, value: Tensor, stream: LateStream | None) -> None:
+    def record_stream(self, value: Tensor, stream: LateStream | None) -> None:
         self.unkept.discard(id(value))
         with _running:  # another thread may wait for a copy of this stream
             for work in stream.queue if stream is not None else ():
                 if isinstance(work, Borrower):
                     work.keep(value)
 
-    def take(self, stream: LateStream, size_bytes: int) -> Tensor:
+    def allocate(self, stream: LateStream, size_bytes: int) -> Tensor:
         return self.room(size_bytes)
 
     def memory(self) -> DeviceFacts | None:
@@ -171,8 +171,8 @@ class LateStreams:
 class Rash(StreamCopies):
     """Says that copies are done when they are queued."""
 
-    def down(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
-        super().down(pairs, after)
+    def copy_to_host(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
+        super().copy_to_host(pairs, after)
         return DONE
 
 

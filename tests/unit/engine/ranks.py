@@ -304,7 +304,7 @@ def unlike(*depths: int, paces: tuple[float, ...] = ()) -> Callable[[Plan], Plan
 
 def dealt(*speeds: float) -> Callable[[Plan], Plan]:
     """Turn a plan into one whose replicas have these speeds."""
-    return lambda plan: plan.each(speeds=speeds)
+    return lambda plan: plan.with_each_pipeline(speeds=speeds)
 
 
 def close_sessions() -> None:

@@ -134,9 +134,9 @@ def test_state_goes_there_and_back_bit_for_bit_while_the_device_computes() -> No
         [value], arrived = copies.fetch([home], left)
         for _ in range(5):
             busy = busy @ busy * 1e-4
-        copies.follow(arrived)
+        copies.compute_after(arrived)
         value += 1
-        left = copies.down([(value, home)])
+        left = copies.copy_to_host([(value, home)])
         del value
         torch.full((1 << 20,), -1.0, device=DEVICE)  # would take memory that nobody keeps
         if round_number % 5 == 0:
@@ -153,10 +153,10 @@ def test_a_snapshot_is_of_its_moment_though_the_next_update_is_queued_behind_it(
     buffer = SnapshotBuffer()
     for round_number in range(10):
         parts, pairs = buffer.place(planned, states, copies.arena)
-        copied = copies.down(pairs)
+        copied = copies.copy_to_host(pairs)
         for value in values.values():
             value * 2.0  # a forward, which need not wait
-        copies.follow(copied)
+        copies.compute_after(copied)
         for value in (*values.values(), count):
             value += 1
         copied.wait()
@@ -264,7 +264,7 @@ def test_a_communicator_of_one_gpu_sums_on_a_given_stream_until_it_is_aborted() 
     device = torch.device(DEVICE)
     fabric, streams = Nccl(device), CudaStreams(device)
     fabric.bind("127.0.0.1")
-    communicator = fabric.connect(fabric.offer(), 0, 1)
+    communicator = fabric.connect(fabric.new_identity(), 0, 1)
     channel = GpuChannel(communicator, 0, streams, lambda: False)
     channel.connected()
     values = torch.arange(1000.0, device=device)
@@ -283,7 +283,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 def test_bytes_go_from_gpu_to_gpu_and_an_abort_frees_a_stream_whose_peer_is_frozen() -> None:
     devices = [torch.device("cuda", rank) for rank in range(2)]
     fabrics = [Nccl(device) for device in devices]
-    identity = fabrics[0].offer()
+    identity = fabrics[0].new_identity()
     sent = torch.arange(100_000, dtype=torch.int64).view(torch.uint8)
     gates = threading.Barrier(2)
 

@@ -22,7 +22,7 @@ from varuna.core.precision import Precision
 from varuna.engine.base import spans
 from varuna.engine.stage.cross_stage import all_reduce_shared
 from varuna.engine.stage.section import Examples
-from varuna.engine.stage.stage import Left, Stage
+from varuna.engine.stage.stage import DeferredWeightGrad, Stage
 from varuna.engine.worker.stored import initial_states
 from varuna.partition.watching.live_bytes import Allocated
 from varuna.planner.asking.request import PlanRequest
@@ -148,7 +148,7 @@ def test_a_single_stage_uses_what_its_plan_promised(precision: str) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_no_stage_of_a_pipeline_exceeds_its_promise(precision: str) -> None:
     setup = setup_of(_MICRO_BATCHES, precision=precision)
-    plan = planned(setup, 2).each(split_last=0)
+    plan = planned(setup, 2).with_each_pipeline(split_last=0)
     for found, promised in zip(peaks(setup, plan), plan.first.memory_bytes, strict=True):
         assert 0.5 * promised < found < 1.02 * promised  # how much was in flight at once is a matter of luck
 
@@ -230,7 +230,7 @@ def test_frozen_parameters_in_host_memory_take_the_places_of_two_sections(stages
         micro_batch=1,
     )
     here, streamed = (
-        best_plan(request.model_copy(update={"streams_frozen": streams})).each(split_last=0)
+        best_plan(request.model_copy(update={"streams_frozen": streams})).with_each_pipeline(split_last=0)
         for streams in (False, True)
     )
     assert max(streamed.first.memory_bytes) < 0.8 * max(here.first.memory_bytes)
@@ -273,7 +273,7 @@ def test_what_waits_for_w_is_as_large_as_promised(precision: Precision) -> None:
     states = initial_states(setup.model, range(count), setup.beginning.parameters, job.buffers)
     stage = Stage(job, Plan(micro_batch=_MICRO_BATCH, global_batch=24, pipelines=(only,)), 0, states, 0)
     loss = setup.model.sections[-1].makes[0]
-    lefts: list[list[Left]] = []
+    lefts: list[list[DeferredWeightGrad]] = []
     for micro_batch in range(4):
         if micro_batch == 1:
             lefts.clear()  # the first one is checked for equal bits, which leaves caches
@@ -328,7 +328,7 @@ def test_what_waits_for_w_does_not_hold_what_the_stage_took() -> None:
 @pytest.mark.nightly
 def test_a_stage_that_splits_uses_what_its_plan_promised() -> None:
     setup = setup_of(_MICRO_BATCHES, build=Stack)
-    plan = planned(setup, 2).each(split_last=_MICRO_BATCHES)
+    plan = planned(setup, 2).with_each_pipeline(split_last=_MICRO_BATCHES)
     of_sections = profile(nominal_calibration(setup.model.facts), _MICRO_BATCH)
     sections = plan.first.sections_of(1)
     live_bytes = [Spans(of_sections, splits=splits).at_work(sections.start, sections.stop) for splits in (False, True)]
@@ -344,8 +344,8 @@ def test_kept_activations_are_as_large_as_promised() -> None:
     assert plan.first.keeps_all(0)
     assert plan.first.stash_limits[0] == _MICRO_BATCHES
     assert plan.first.memory_bytes[0] > 1.8 * planned(setup, 2).first.memory_bytes[0]
-    in_flight = {"policy": "gpipe", "stash_limits": (_MICRO_BATCHES,) * 2, "split_last": 0}  # all, without luck
-    found = peaks(setup, plan.model_copy(update=in_flight))
+    all_in_flight = plan.with_each_pipeline(stash_limits=(_MICRO_BATCHES,) * 2, split_last=0)
+    found = peaks(setup, all_in_flight.model_copy(update={"policy": "gpipe"}))
     assert found[0] == pytest.approx(plan.first.memory_bytes[0], rel=0.1)
 
 
@@ -393,7 +393,7 @@ def test_statistics_for_buffers_are_promised_for_every_micro_batch(stages: int, 
 
 def test_the_stash_never_holds_more_than_the_plan_allows() -> None:
     setup = setup_of(12, micro_batch=1)
-    plan = planned(setup, 2).each(stash_limits=(3, 1), split_last=0)
+    plan = planned(setup, 2).with_each_pipeline(stash_limits=(3, 1), split_last=0)
     setup.adjusted = lambda _: plan
     setup.run(2, 1, steps=1)
     for limit, times in zip(plan.first.stash_limits, setup.times(), strict=True):

@@ -159,7 +159,7 @@ class Wire:
     def bind(self, interface_host: str) -> None:
         assert interface_host == "127.0.0.1"
 
-    def offer(self) -> bytes:
+    def new_identity(self) -> bytes:
         listener = socket.create_server(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         self._listeners[port] = listener

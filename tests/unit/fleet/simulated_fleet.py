@@ -102,7 +102,7 @@ class SimulatedWorker:
     def say(self, *messages: FromWorker) -> None:
         self.outbox += messages
         for message in messages:
-            self.record.hear(message)
+            self.record.note_from_worker(message)
 
     @property
     def rank(self) -> int:
@@ -299,7 +299,7 @@ class SimulatedFleet:
         known = self.driver.fleet.workers.get(worker.name)
         if worker.alive and known is not None and known.standing is WorkerStatus.STARTING:
             hello = self.driver.hello_of(worker.name)
-            worker.record.hear(hello)
+            worker.record.note_from_worker(hello)
             self.feed(MessageReceived(worker.name, hello))
 
     def obey(self, worker: SimulatedWorker) -> None:
@@ -307,7 +307,7 @@ class SimulatedFleet:
         if not worker.alive or not worker.inbox:
             return
         message = worker.inbox.pop(0)
-        worker.record.told(message)
+        worker.record.note_from_manager(message)
         match message:
             case Assign(assignment=assignment) if not worker.over:
                 self.take(worker, assignment)

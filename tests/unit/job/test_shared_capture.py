@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.engine.models import Dropping, SmallLanguage, Tokens, adamw
 from varuna.core.errors import VarunaError
-from varuna.job.shared_capture import same
+from varuna.job.shared_capture import is_same
 from varuna.testing import run
 from varuna.trainer import Trainer
 
@@ -53,17 +53,17 @@ def test_functions_of_the_same_code_are_the_same_if_they_see_the_same(
     make: Callable[[Any], object], values: tuple[Any, ...]
 ) -> None:
     for value in values:
-        assert [same(make(value), make(other)) for other in values] == [value is other for other in values]
+        assert [is_same(make(value), make(other)) for other in values] == [value is other for other in values]
 
 
 def test_what_may_differ_is_not_the_same() -> None:
-    assert not same(closing_over(1), other_code(1))
-    assert not same(closing_over(1), closing_over(1.0))
-    assert not same(closing_over(object()), closing_over(object()))
-    assert not same(closing_over(SmallLanguage()), closing_over(SmallLanguage()))
-    assert not same(keeping(1), keeping(1))
-    assert not same(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
-    assert not same({"a": 1}, {"b": 1})
+    assert not is_same(closing_over(1), other_code(1))
+    assert not is_same(closing_over(1), closing_over(1.0))
+    assert not is_same(closing_over(object()), closing_over(object()))
+    assert not is_same(closing_over(SmallLanguage()), closing_over(SmallLanguage()))
+    assert not is_same(keeping(1), keeping(1))
+    assert not is_same(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
+    assert not is_same({"a": 1}, {"b": 1})
 
 
 class Counted(SmallLanguage):

@@ -77,7 +77,7 @@ def save(directory: Path, solo: StaticMembership, step: int, *, generation: int 
         if shard.section < sections:
             solo.saved(shard)
     if solo._keeper is not None:
-        solo._keeper.settle()
+        solo._keeper.wait_until_settled()
 
 
 def one_replica() -> Plan:
@@ -182,7 +182,7 @@ def test_rank_0_plans_from_what_it_measured_and_the_others_follow() -> None:
 
     solos = [StaticMembership(World(rank, 2, store, "127.0.0.1", 1), alone, plans_from=from_known) for rank in range(2)]
     assert [solo.measures for solo in solos] == [True, False]
-    solos[0].offer(known.model_dump_json())
+    solos[0].offer_calibrations(known.model_dump_json())
     assert [assignment.plan.micro_batch for assignment in assignments(solos, job)] == [4, 4]
 
 

@@ -88,15 +88,15 @@ def test_a_plan_with_one_copy_says_what_a_loss_would_cost() -> None:
 def test_the_closing_line_counts_steps_and_losses_survived() -> None:
     history = RunHistory()
     for event in (generation(0, (1, 2)), recorded(0, 4.0), WorkerLost(worker="w1", rank=1, cause="killed")):
-        history.take(event)
-    history.take(recorded(1, 3.0))
+        history.add_event(event)
+    history.add_event(recorded(1, 3.0))
     assert closing_line(history, 0, 90.0, "/saved/step-2") == (
         "done   2 steps in 1m 30s   loss 4.0000 to 3.0000   1 worker lost, 0 steps redone   checkpoint /saved/step-2"
     )
     times = RankTimes(steps=20, step_s=1.5, waited_s=0.0, reduced_s=0.0, actions={})
-    history.take(GenerationTimed(generation=0, predicted_s=1.48, stages=(times,)))
+    history.add_event(GenerationTimed(generation=0, predicted_s=1.48, stages=(times,)))
     assert "   a step took 1.5 s, 1.4% more than predicted   1 worker lost" in closing_line(history, 0, 90.0, None)
     assert closing_line(RunHistory(), 1, 90.0, None) == "ended  0 steps in 1m 30s   no checkpoint"
-    history.take(recorded(2600, 2.0))  # as after a manager that read the newest steps of its journal only
+    history.add_event(recorded(2600, 2.0))  # as after a manager that read the newest steps of its journal only
     assert closing_line(history, 0, 90.0, None).startswith("done   2,601 steps in 1m 30s   loss 4.0000 to 2.0000")
     assert closing_line(history, 0, 90.0, None, before=2).startswith("done   2,601 steps, 2,599 of them in 1m 30s   ")

@@ -8,18 +8,18 @@ from varuna.observe.report import RunHistory, largest_relative_difference
 
 def test_the_first_generation_is_no_morph() -> None:
     history = RunHistory()
-    assert history.take(generation(0, (2, 2))) is None
-    assert history.take(recorded(0)) is None
+    assert history.add_event(generation(0, (2, 2))) is None
+    assert history.add_event(recorded(0)) is None
     assert [str(row.plan) for row in history.generations] == ["2x2"]
     assert history.morphs == 0
 
 
 def test_a_morph_is_told_when_its_first_step_ends() -> None:
     history = RunHistory()
-    history.take(generation(0, (2, 2)))
-    history.take(recorded(0))
-    assert history.take(generation(1, (3, 1))) is None
-    morph = history.take(morphed(1, (3, 1), recovery_seconds=1.25))
+    history.add_event(generation(0, (2, 2)))
+    history.add_event(recorded(0))
+    assert history.add_event(generation(1, (3, 1))) is None
+    morph = history.add_event(morphed(1, (3, 1), recovery_seconds=1.25))
     assert morph is not None
     assert (str(morph.before.plan), str(morph.after.plan)) == ("2x2", "3x1")
     assert history.generations[-1].recovery_seconds == 1.25
@@ -28,9 +28,9 @@ def test_a_morph_is_told_when_its_first_step_ends() -> None:
 
 def test_a_morph_that_is_overtaken_is_told_by_the_next() -> None:
     history = RunHistory()
-    history.take(generation(0, (2, 2)))
-    history.take(generation(1, (3, 1)))
-    overtaken = history.take(generation(2, (2, 1)))
+    history.add_event(generation(0, (2, 2)))
+    history.add_event(generation(1, (3, 1)))
+    overtaken = history.add_event(generation(2, (2, 1)))
     assert overtaken is not None
     assert overtaken.after.generation == 1
     assert overtaken.after.recovery_seconds is None
@@ -38,9 +38,9 @@ def test_a_morph_that_is_overtaken_is_told_by_the_next() -> None:
 
 def test_steps_that_run_again_replace_their_losses() -> None:
     history = RunHistory()
-    history.take(generation(0, (2, 2)))
+    history.add_event(generation(0, (2, 2)))
     for loss in (5.0, 4.0, 4.0):
-        history.take(recorded(1, loss))
+        history.add_event(recorded(1, loss))
     assert history.losses == {1: 4.0}
     curve = history.curve(2)
     assert math.isnan(curve[0])

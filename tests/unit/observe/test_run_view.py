@@ -44,13 +44,13 @@ def test_a_log_has_every_phase_once_and_how_the_run_ended() -> None:
     file, driver = io.StringIO(), Driver(FleetConfig(workers=4, replace=False), plan=two_stages)
     view = RunView(Progress(Console(file=file), clock=lambda: 0.0), clock=lambda: 0.0)
     for _ in range(2):
-        view.look(driver.fleet)
+        view.show_now(driver.fleet)
     driver.gather()
     for phase in (WorkerPhase.CHECKS, WorkerPhase.STEPS):
         driver.say("w0", Beat(generation=0, step=0, activity="", phase=phase))
-        view.look(driver.fleet)
+        view.show_now(driver.fleet)
     driver.voted(0)
-    view.look(driver.fleet)
+    view.show_now(driver.fleet)
     for event in (generation(0, (2, 1)), recorded(0)):
         view(event)
     view.close(Ended(0, ""), None)

@@ -24,7 +24,7 @@ def test_without_a_terminal_progress_lines_are_rare() -> None:
 
 def test_permanent_lines_are_never_wrapped() -> None:
     file = io.StringIO()
-    Progress(Console(file=file, width=20), live_line=False).tell("x" * 90)
+    Progress(Console(file=file, width=20), live_line=False).print_line("x" * 90)
     assert file.getvalue() == "x" * 90 + "\n"
 
 
@@ -32,7 +32,7 @@ def test_only_permanent_lines_are_written_beside_a_script() -> None:
     file = io.StringIO()
     with Progress(Console(file=file), live_line=False) as progress:
         progress.show("progress", final=True)
-        progress.tell("morph")
+        progress.print_line("morph")
     assert file.getvalue() == "morph\n"
 
 
@@ -49,7 +49,7 @@ def test_on_a_terminal_the_line_is_away_while_others_write() -> None:
         progress.write(b" more\n", say)
         progress.refresh()
         progress.show("a line of more than twenty columns", final=True)
-        progress.tell("kept")
+        progress.print_line("kept")
     clear = "\r\x1b[J"
     drawn = f"{clear}step 1{clear}said more\n{clear}step 2{clear}a line of more than {clear}kept\n{clear}"
     assert file.getvalue() == drawn
@@ -74,7 +74,7 @@ def test_a_picture_that_a_narrower_terminal_has_broken_is_removed_whole() -> Non
     with Progress(console, clock=lambda: 0.0) as progress:
         progress.show(Group("x" * 20, "y"), final=True)
         console.width = 9
-        progress.tell("kept")
+        progress.print_line("kept")
     assert "\x1b[3A\r\x1b[Jkept" in file.getvalue()  # three rows of x, one of y
 
 

@@ -32,7 +32,7 @@ def windowed() -> nn.Module:
 def run(model: PartitionedModel, setup: Setup) -> dict[str, Tensor]:
     """All sections in turn on meta tensors."""
     batch = {key: value.to(META) for key, value in setup.source.micro_batch(range(2)).tensors.items()}
-    initial = setup.beginning.whole()
+    initial = setup.beginning.whole_model()
     values: dict[str, Tensor] = {}
     for section in model.sections:
         arguments = [values[name] for name in section.takes] + [batch[key] for key in section.inputs]

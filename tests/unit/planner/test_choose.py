@@ -141,7 +141,7 @@ def test_where_all_are_of_one_class_the_plan_is_the_same_and_says_so() -> None:
             groups = (WorkerGroup.of_class(name, workers, memory_bytes=memory_bytes) for name in ("", "V100"))
             named = Calibrations.of_one(nominal_calibration(FACTS), "V100")
             found = [plan_run(asked, workers=(group,), calibrations=named, copies=True) for group in groups]
-            assert found[1].each(device_class="") == found[0]
+            assert found[1].with_each_pipeline(device_class="") == found[0]
             assert found[1].first.device_class == "V100"
 
 

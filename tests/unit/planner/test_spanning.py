@@ -65,7 +65,7 @@ def every(wanted: PlanRequest, like: Plan) -> list[float]:
     found = []
     for classes in set(permutations(like.first.stage_classes)):
         for starts in combinations(range(1, like.sections), like.stages - 1):
-            tried = like.each(bounds=(0, *starts, like.sections), stage_classes=classes, kept=())
+            tried = like.with_each_pipeline(bounds=(0, *starts, like.sections), stage_classes=classes, kept=())
             found.append(predicted(wanted.calibrations, tried).step_s)
     return found
 

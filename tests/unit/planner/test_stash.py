@@ -91,7 +91,7 @@ def test_the_stash_moves_where_that_makes_a_faster_plan_fit() -> None:
 
 def test_a_plan_that_fits_leaves_the_stash_where_it_is() -> None:
     assert planned(40 * GB).first.stash_on_device == ()
-    assert planned(40 * GB).each(host_bytes=()) == planned(40 * GB, moves=False)
+    assert planned(40 * GB).with_each_pipeline(host_bytes=()) == planned(40 * GB, moves=False)
 
 
 def test_a_slow_way_between_the_memories_makes_recomputation_wait() -> None:
@@ -104,4 +104,4 @@ def test_a_slow_way_between_the_memories_makes_recomputation_wait() -> None:
 
     moved = (plan.first.stash_limits[1] - plan.first.stash_on_device[1]) / plan.first.stash_limits[1]
     assert pace_s(1 * GB) == pytest.approx(2 * 200 * MB * moved / GB)
-    assert pace_s(1000 * GB) == pace_s(1 * GB, plan=plan.each(stash_on_device=()))  # copies hide
+    assert pace_s(1000 * GB) == pace_s(1 * GB, plan=plan.with_each_pipeline(stash_on_device=()))  # copies hide

@@ -256,4 +256,6 @@ def test_the_stage_before_the_last_runs_empty_where_that_makes_the_step_shorter(
     ranking = rank_plans(asked)
     plan, costs = ranking.plans[0], ranking.predictions[0].trace.costs
     assert plan.first.empties == empties
-    assert simulated(costs, plan.each(empties=not empties)).step_s >= plan.step_s * (1.02 if empties else 1)
+    assert simulated(costs, plan.with_each_pipeline(empties=not empties)).step_s >= plan.step_s * (
+        1.02 if empties else 1
+    )

@@ -16,7 +16,7 @@ class Waiting(Fault):
         super().__init__(rank, step, phase, None)
         self._left, self._ready = often, ready
 
-    def hear(self, span: Span) -> None:
+    def on_span(self, span: Span) -> None:
         """Let it pass at first."""
         if (span.phase, span.rank, span.step, span.name) != ("begin", self.rank, self.step, self.phase):
             return
@@ -24,7 +24,7 @@ class Waiting(Fault):
             self._left -= 1
             return
         assert self.happened or self._ready(), "it did not happen"
-        super().hear(span)
+        super().on_span(span)
 
 
 class Kept:

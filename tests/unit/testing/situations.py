@@ -1626,6 +1626,21 @@ def level_in_a_file(way: Way) -> None:
         way.train(model, OfFile(), optimizer, loss=cross_entropy, told=told)
 
 
+def loss_scaled_by_a_file(way: Way) -> None:
+    model, optimizer = built()
+    with tempfile.TemporaryDirectory() as folder:
+        scale = Path(folder, "scale.txt")
+
+        def loss(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+            return cross_entropy(output, batch) * float(scale.read_text())
+
+        def told(step: int, loss: float) -> None:
+            scale.write_text(str(0.9 ** (step + 1)))
+
+        scale.write_text("1")
+        way.train(model, Points(), optimizer, loss=loss, told=told)
+
+
 def level_told_by_readers(way: Way) -> None:
     told_by_readers(way, level_of_the_dataset_rises, HarderBySteps())
 
@@ -1984,6 +1999,13 @@ SITUATIONS = [
         "",
         r"dataset\[\d+\] became another sample \(situations\.py:\d+\).*a file.*set_step\(step\)",
         level_told_by_readers,
+    ),
+    Situation(
+        "a file that the loop writes and `loss=` or `forward()` reads",
+        loss_scaled_by_a_file,
+        "",
+        r"scale\.txt changed.*situations\.py:\d+ reads it.*batch\[\"step\"\] in loss=",
+        loss_of_the_step,
     ),
     Situation("`TensorDataset`", tensor_dataset, ""),
     Situation(

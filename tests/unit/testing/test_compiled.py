@@ -92,7 +92,7 @@ def test_bf16_sections_compile_to_the_same_in_every_plan() -> None:
 @pytest.mark.nightly
 def test_compiled_backwards_run_whole() -> None:
     def halved(plan: Plan) -> Plan:
-        return plan.each(split_last=3)
+        return plan.with_each_pipeline(split_last=3)
 
     plain = Setup(build=SmallLanguage, policy="adaptive", adjusted=halved)
     compiled = Setup(build=SmallLanguage, policy="adaptive", adjusted=halved, compiler=Compiler("aot_eager"))

@@ -230,10 +230,10 @@ def test_an_owner_and_its_keeper_die_together(
     watched, both = watch(1), threading.Barrier(2)
 
     class Keeper(Fault):
-        def hear(self, span: Span) -> None:
+        def on_span(self, span: Span) -> None:
             if (span.phase, span.rank, span.step, span.name) == ("begin", self.rank, STEP, "B") and not self.happened:
                 both.wait(60)
-                super().hear(span)
+                super().on_span(span)
 
     class Owner(Loss):
         def is_here(self, span: Span) -> bool:
@@ -289,7 +289,7 @@ class OnceCopied(Fault):
         self.ran: dict[int, set[int]] = defaultdict(set)
         """by generation: micro-batches that ran"""
 
-    def hear(self, span: Span) -> None:
+    def on_span(self, span: Span) -> None:
         """A backward begins only while a copy is wanted: what is added meanwhile is little."""
         if span.name == "form":
             self._generation = max(self._generation, span.index)
@@ -301,7 +301,7 @@ class OnceCopied(Fault):
         if here and (span.name, span.phase, span.rank) == ("B", "begin", 0) and not self.happened:
             wait_for(lambda: self._is_copied() or self._is_wanted(), 30)
             if self._is_copied():
-                super().hear(span)
+                super().on_span(span)
 
     def _is_copied(self) -> bool:
         stage = self._watched.newest[0]

@@ -97,14 +97,14 @@ def test_the_sums_of_a_lost_worker_are_kept_as_they_were_copied(
     kept: Kept, alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     """Only what it has added since runs again, and what was in flight."""
-    want = Sums.want
+    want = Sums.request_copy
 
     def noted(sums: Sums, wanted: SumWanted) -> None:
         want(sums, wanted)
         kept.wants(wanted)
 
     monkeypatch.setattr(sending, "sums_pace", lambda *_: SumsPace(1, 0.0))
-    monkeypatch.setattr(Sums, "want", noted)
+    monkeypatch.setattr(Sums, "request_copy", noted)
     kept.slow = (rank, 2)
     outcome = without_replicas(kept, [Waiting(rank, 2, "B", kept.added(20, step=2), 25)])
     assert not went_back(outcome)

@@ -21,9 +21,9 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.data import sample_index
 from varuna.data.samples import SampleSource
-from varuna.engine.aside.evaluate import EvaluationSums, EvaluationWork, evaluate
 from varuna.engine.base.inbox import GenerationEnded
 from varuna.engine.base.transport import local_store
+from varuna.engine.inference.evaluate import EvaluationSums, EvaluationWork, evaluate
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.session import Session
 from varuna.membership.static import StaticMembership, World
@@ -60,13 +60,13 @@ def train(
 
     def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         made = plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
-        return made.each(speeds=speeds)
+        return made.with_each_pipeline(speeds=speeds)
 
     def loop(rank: int, session: Session) -> None:
         for committed in session.steps():
             curves[rank].append(committed.totals.loss)
             source = SampleSource(validation, seed=0)
-            sums = session.aside(
+            sums = session.run_between_steps(
                 partial(evaluate, work=EvaluationWork(committed.step, evaluated, buffers, source, examples, None)),
                 "evaluates",
             )

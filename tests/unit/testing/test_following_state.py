@@ -29,7 +29,7 @@ class Late:
         self.order: list[tuple[str, str]] = []
         """names of spans, and whether they begin or end: of what is sent, and of votes on that step"""
 
-    def hear(self, span: Span) -> None:
+    def on_span(self, span: Span) -> None:
         if (span.name, span.phase) == ("send-rest", "begin"):
             self.step = span.step
             assert self._enough.wait(60), "no rank has run the step without its optimizer state"
@@ -57,7 +57,7 @@ def alone() -> tuple[float, ...]:
 def test_a_step_runs_before_its_optimizer_state_is_there(alone: tuple[float, ...]) -> None:
     """Of a leaver, too, which stays until it has sent it."""
     late = Late()
-    outcome = disturbed(trained, late.hear, {3: 3, 2: 2}, [notice_at(rank=1, step=1, seconds=10)])
+    outcome = disturbed(trained, late.on_span, {3: 3, 2: 2}, [notice_at(rank=1, step=1, seconds=10)])
     assert (outcome.plans, outcome.warnings) == (("3x1", "2x1"), ())
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
     sent = [number for number, each in enumerate(late.order) if each == ("send-rest", "end")]
@@ -82,7 +82,7 @@ def test_it_is_the_state_of_before(options: dict[str, Any]) -> None:
     script = work.script(STEPS, MICRO_BATCHES, **options)
     undisturbed = run(script, workers=4, stages=2, captures=CAPTURES).losses
     late = Late()
-    outcome = disturbed(script, late.hear, {4: 2, 3: 3}, [notice_at(rank=1, step=1, seconds=10)])
+    outcome = disturbed(script, late.on_span, {4: 2, 3: 3}, [notice_at(rank=1, step=1, seconds=10)])
     assert outcome.plans == ("2x2", "3x1")
     assert late.step > 0, "nothing followed"
     assert outcome.losses == pytest.approx(undisturbed, rel=1e-6)

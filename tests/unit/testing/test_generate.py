@@ -16,9 +16,9 @@ from varuna.core.devices import WorkerGroups
 from varuna.core.errors import DivergedError, ModelError, UsageError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.engine.aside.generate import Choice, Continuation, LastLogits, generate
 from varuna.engine.base.inbox import GenerationEnded
 from varuna.engine.base.transport import local_store
+from varuna.engine.inference.generate import Choice, Continuation, LastLogits, generate
 from varuna.engine.worker.session import Session
 from varuna.membership.static import StaticMembership, World
 from varuna.partition.evaluation import for_generation
@@ -140,10 +140,10 @@ def _texts(
             if told is not None:
                 work = Continuation(0, model, buffers, ["input_ids"], 16, told(rank), NEW, GREEDY, None)
                 with pytest.raises(UsageError, match="different prompts or options on different workers"):
-                    session.aside(partial(generate, work=work), "generates")
+                    session.run_between_steps(partial(generate, work=work), "generates")
             for number, choice in enumerate(choices, 1):
                 work = Continuation(number, model, buffers, ["input_ids"], 16, PROMPTS, NEW, choice, None)
-                found[rank].append(session.aside(partial(generate, work=work), "generates"))
+                found[rank].append(session.run_between_steps(partial(generate, work=work), "generates"))
 
     setup.finished = [
         setup.session(StaticMembership(World(rank, size, store, "127.0.0.1", 0), plan), store, 1)

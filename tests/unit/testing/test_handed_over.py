@@ -28,7 +28,7 @@ class WarnedTogether(Warned):
         super().__init__(0, SLOW_STEP, "B", 0.1)
         self._leavers, self._left = leavers, NOTICE - 1
 
-    def hear(self, span: Span) -> None:
+    def on_span(self, span: Span) -> None:
         here = (span.phase, span.rank, span.step, span.name) == ("begin", self.rank, self.step, self.phase)
         if here and self._left:
             self._left -= 1

@@ -14,7 +14,7 @@ from tests.unit.engine.models import Dropping, Tokens, adamw
 from tests.unit.testing import work
 from tests.unit.testing.test_length_variants import LENGTHS, Positions, Sentences, padded
 from tests.unit.testing.work import CAPTURES, OnceOthers, disturbed
-from varuna.core.sums import HeldSums, Spans, deal, numbers_of, spans_of
+from varuna.core.sums import HeldSums, IndexSet, deal, numbers_of, spans_of
 from varuna.engine.base.spans import Span
 from varuna.engine.stage.stage import Stage
 from varuna.testing import run
@@ -31,13 +31,13 @@ class Recovering(OnceOthers):
         self._goes_on, self.unfinished_sums = False, Counter[tuple[int, int]]()
         """by rank and section; such a sum is made in place, and of it nothing is left"""
 
-    def hear(self, span: Span) -> None:
+    def on_span(self, span: Span) -> None:
         """Only from the forming of that generation on."""
         self._goes_on |= (span.phase, span.rank, span.step, span.name) == ("begin", self.rank, self.step, "form")
         if self._goes_on:
             if (span.step, span.name) == (self.step, "sum"):
                 self.unfinished_sums[span.rank, span.index] += 1 if span.phase == "begin" else -1
-            super().hear(span)
+            super().on_span(span)
 
 
 class Unreduced:
@@ -67,7 +67,7 @@ class Late(Fault):
         self._begun, self._waiting, self._others = 0, set[int](), frozenset(others)
         self._ready = threading.Event()
 
-    def hear(self, span: Span) -> None:
+    def on_span(self, span: Span) -> None:
         """Note who waits."""
         if (span.phase, span.step, span.name) == ("begin", self.step, "reduce"):
             self._waiting.add(span.rank)
@@ -77,7 +77,7 @@ class Late(Fault):
             self._begun += 1
             if self._begun == 4 and not self.happened:
                 assert self._ready.wait(60)
-                super().hear(span)
+                super().on_span(span)
 
 
 script = work.script(STEPS, MICRO_BATCHES, 2)
@@ -183,7 +183,7 @@ def test_sums_that_lack_a_micro_batch_cost_time_and_not_the_run(
 ) -> None:
     """The vote counts what is in the sums: a step of which something is missing runs again, from zero."""
 
-    def forgetful(spans: Spans, *replicas: Any) -> Sequence[Spans]:
+    def forgetful(spans: IndexSet, *replicas: Any) -> Sequence[IndexSet]:
         return deal(spans_of(numbers_of(spans)[:-1]), *replicas)
 
     monkeypatch.setattr(varuna.core.sums, "deal", forgetful)

@@ -70,7 +70,7 @@ class LastDeath(Death):
         super().__init__(place, done, first)
         self._there, self._all_there = set[int](), threading.Event()
 
-    def hear(self, span: Span) -> None:
+    def on_span(self, span: Span) -> None:
         """Note who is there; the others are let pass."""
         if (span.phase, span.step, span.name) == ("begin", STEP, self.phase):
             self._there.add(span.rank)
@@ -78,7 +78,7 @@ class LastDeath(Death):
                 self._all_there.set()
             if span.rank == self.rank:
                 assert self._all_there.wait(60), f"only ranks {self._there} have come to {self.phase}"
-        super().hear(span)
+        super().on_span(span)
 
 
 script = work.script(STEPS, MICRO_BATCHES)

@@ -50,11 +50,11 @@ class OnceKept(Fault):
         super().__init__(rank, STEP, "B", None)
         self._sums = dict.fromkeys(range(ranks), sums)
 
-    def hear(self, span: Span) -> None:
+    def on_span(self, span: Span) -> None:
         """Count copies."""
         if (span.name, span.phase, span.step) == ("copy-sum", "end", self.step):
             self._sums[span.rank] -= 1
-        super().hear(span)
+        super().on_span(span)
 
     def is_here(self, span: Span) -> bool:
         """Not before."""

@@ -251,7 +251,7 @@ def test_a_step_whose_turn_is_missing_is_owed_to_the_loop() -> None:
     )
     kept: dict[Any, Any] = {"n": 1}
     loop = LoopState({"a": kept})
-    loop.told(2)
+    loop.note_finished_turn(2)
     saved = loop.saved(LoopStep(3, totals, 0.5))
     other = LoopState({"a": {}})
     other.resume(saved, 4)

@@ -69,10 +69,10 @@ class Sometime(Waiting):
     def __init__(self, rank: int, phase: Phase, ready: Callable[[], bool]) -> None:
         super().__init__(rank, 3, phase, ready)
 
-    def hear(self, span: Span) -> None:
+    def on_span(self, span: Span) -> None:
         if span.step > self.step and not self.happened and span.step < STEPS - 1:
             self.step = span.step
-        super().hear(span)
+        super().on_span(span)
 
 
 @pytest.mark.parametrize("second", [0, 1])

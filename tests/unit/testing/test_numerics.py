@@ -75,7 +75,7 @@ def test_split_backwards_and_kept_sections_do_not_change_a_bit(keep: str, split_
         counts = sections_by_stage(plan)
         kept = {"none": (), "one": [1] * 3, "all but one": [max(0, n - 1) for n in counts], "all": counts}[keep]
         empties = keep in ("one", "all but one")
-        return plan.each(kept=tuple(kept), split_last=split_last, empties=empties, stash_limits=(4, 3, 2))
+        return plan.with_each_pipeline(kept=tuple(kept), split_last=split_last, empties=empties, stash_limits=(4, 3, 2))
 
     setup = Setup(build=Dropping, dataset=Tokens(padded=True), global_batch=12, policy="adaptive", adjusted=adjusted)
     alone = Setup(build=Dropping, dataset=Tokens(padded=True), global_batch=12)
@@ -92,7 +92,7 @@ def test_split_backwards_and_kept_sections_do_not_change_a_bit(keep: str, split_
 @pytest.mark.parametrize("policy", ["1f1b", *nightly("gpipe")])
 def test_gpipe_and_1f1b_may_keep_everything(policy: str) -> None:
     def all_kept(plan: Plan) -> Plan:
-        return plan.each(kept=tuple(sections_by_stage(plan)))
+        return plan.with_each_pipeline(kept=tuple(sections_by_stage(plan)))
 
     setup = Setup(build=Dropping, global_batch=12, policy=policy)
     expected = setup.losses(3, 1, steps=2)

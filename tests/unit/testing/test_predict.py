@@ -15,10 +15,10 @@ from varuna.core.errors import ModelError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.data.samples import SampleSource
-from varuna.engine.aside.evaluate import EvaluationWork
-from varuna.engine.aside.predict import predict
 from varuna.engine.base.inbox import GenerationEnded
 from varuna.engine.base.transport import local_store
+from varuna.engine.inference.evaluate import EvaluationWork
+from varuna.engine.inference.predict import predict
 from varuna.engine.worker.session import Session
 from varuna.membership.static import StaticMembership, World
 from varuna.partition.capture.outputs import outputs_of
@@ -78,12 +78,12 @@ def predictions(
 
     def plan(job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         made = plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
-        return made.each(speeds=speeds)
+        return made.with_each_pipeline(speeds=speeds)
 
     def loop(rank: int, session: Session) -> None:
         for _ in session.steps():
             source = SampleSource(OTHER, seed=0, shuffles=False)
-            found[rank] = session.aside(
+            found[rank] = session.run_between_steps(
                 partial(predict, work=EvaluationWork(1, model, {}, source, EXAMPLES, None)), "predicts"
             )
 

@@ -17,11 +17,11 @@ from tests.unit.testing import work
 from tests.unit.testing.test_kept_statistics import Normalised
 from tests.unit.testing.work import CAPTURES
 from varuna.checkpoint.io.sums import read_sums, write_sums
-from varuna.checkpoint.manifest import look
+from varuna.checkpoint.manifest import find_step
 from varuna.checkpoint.names import step_folder
 from varuna.checkpoint.saved_sums import labels_in
 from varuna.core.errors import VarunaError
-from varuna.core.sums import Spans, numbers_of, union
+from varuna.core.sums import IndexSet, numbers_of, union
 from varuna.engine.base.spans import Span, subscribe
 from varuna.engine.worker import sums_saver
 from varuna.engine.worker.snapshotter import Snapshotter
@@ -62,8 +62,8 @@ class AllAtOnce(Fault):
 
 def saved(store: FolderStore, step: int) -> int:
     """Count the micro-batches that the sums of all sections have, and whose losses are known."""
-    found, losses = dict[int, list[Spans]](), set[int]()
-    for label in labels_in(store, look(store, step)).values():
+    found, losses = dict[int, list[IndexSet]](), set[int]()
+    for label in labels_in(store, find_step(store, step)).values():
         if label is not None:
             found.setdefault(label.sums.section, []).append(label.sums.micro_batches)
             losses |= {loss.micro_batch for loss in label.losses}

@@ -49,7 +49,7 @@ def went_back(outcome: RunResult) -> bool:
 def disturbed(
     script: Callable[[], Any], hear: Callable[[Span], None], shapes: Mapping[int, Stages], faults: Sequence[Fault]
 ) -> RunResult:
-    """A run that loses workers, while ``hear`` is told what its ranks do.
+    """A run that loses workers, while ``on_span`` is told what its ranks do.
 
     Args:
         script: as for ``run``.
@@ -76,13 +76,13 @@ class OnceOthers(Fault):
         super().__init__(rank, step, phase, None, after=often)
         self._lacking, self._changed = Counter(dict.fromkeys(others, done)), threading.Condition()
 
-    def hear(self, span: Span) -> None:
+    def on_span(self, span: Span) -> None:
         """Count the others' backwards."""
         if (span.phase, span.step, span.name) == ("end", self.step, "B") and span.rank in self._lacking:
             with self._changed:
                 self._lacking[span.rank] -= 1
                 self._changed.notify_all()
-        super().hear(span)
+        super().on_span(span)
 
     def is_here(self, span: Span) -> bool:
         """Wait for the others, if this is the place."""

@@ -35,27 +35,27 @@ class ExportedFolder(NamedTuple):
 
 
 def is_exported(name: str) -> bool:
-    """Whether an entry of a section's state is part of the model, not of its training."""
+    """Return whether an entry of a section's state is part of the model, not of its training."""
     return name.startswith(_KINDS)
 
 
 def own_names(state: SectionState) -> dict[str, Tensor]:
-    """The model's tensors in a section, by its own names."""
+    """Return the model's tensors in a section, by its own names."""
     return {name.partition("/")[2]: value for name, value in state.tensors.items() if is_exported(name)}
 
 
 def is_average(path: str) -> bool:
-    """Whether an entry of a section's state is the average of a parameter."""
+    """Return whether an entry of a section's state is the average of a parameter."""
     return path.startswith("optimizer/") and path.endswith(f"/{AVERAGE}")
 
 
 def averaged_names(state: SectionState) -> dict[str, Tensor]:
-    """The model's tensors in a section, by its own names: averages where there are any."""
+    """Return the model's tensors in a section, by its own names: averages where there are any."""
     return {**own_names(state), **{_averaged(path): v for path, v in state.tensors.items() if is_average(path)}}
 
 
 def _averaged(path: str) -> str:
-    """The parameter of an average."""
+    """Return the parameter of an average."""
     return path.split("/", 1)[1].rsplit("/", 1)[0]
 
 
@@ -127,11 +127,11 @@ class ModelForm:
         self.metadata: Mapping[str, str] = {"format": "pt", **aliases}
 
     def wants(self, path: str) -> bool:
-        """Whether an entry is part of the model."""
+        """Return whether an entry is part of the model."""
         return is_exported(path)
 
     def file_of(self, part: int, parts: int) -> str:
-        """As Hugging Face names it."""
+        """Name the file of a part, as Hugging Face does."""
         return "model.safetensors" if parts == 1 else f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
 
     def complete(self, folder: Path, files: Sequence[str]) -> None:
@@ -160,7 +160,7 @@ def _write_index(folder: Path, homes: Mapping[str, str], size_bytes: int) -> Non
 
 
 def _check_whole(manifest: Manifest) -> None:
-    """Refuse what nobody could load: adapters without their base, under names that only the training script has.
+    """Refuse what could not be loaded: adapters without their base, under names that only the training script has.
 
     Raises:
         CheckpointError: says what to do instead.
@@ -176,7 +176,7 @@ def _check_whole(manifest: Manifest) -> None:
 
 
 def _sizes(manifest: Manifest, *, average: bool) -> dict[str, int]:
-    """Bytes of each tensor of the model, in the order of sections; an average may have another dtype."""
+    """Return the bytes of each tensor of the model, in the order of sections; an average may have another dtype."""
     pieces = {piece.name: prod(piece.shape) * ITEM_BYTES[piece.dtype] for s in manifest.shards for piece in s.pieces}
     found = {path.partition("/")[2]: size_bytes for path, size_bytes in pieces.items() if is_exported(path)}
     averages = {_averaged(path): size_bytes for path, size_bytes in pieces.items() if average and is_average(path)}
@@ -184,7 +184,7 @@ def _sizes(manifest: Manifest, *, average: bool) -> dict[str, int]:
 
 
 def _groups(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
-    """Names of each file, in order; a tensor larger than a file has one for itself."""
+    """Divide names over files, in order; a tensor larger than a file has one for itself."""
     groups: list[list[str]] = [[]]
     room = file_bytes
     for name, size_bytes in sizes.items():
@@ -197,7 +197,7 @@ def _groups(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
 
 
 def _read(store: Store, manifest: Manifest, groups: list[list[str]], *, average: bool) -> Iterator[dict[str, Tensor]]:
-    """The tensors of each file; no more than one file and one section are in memory."""
+    """Yield the tensors of each file; no more than one file and one section are in memory."""
     waiting: dict[str, Tensor] = {}
     section = 0
     wanted: Wanted = (lambda name: is_exported(name) or is_average(name)) if average else is_exported

@@ -1,7 +1,7 @@
 """Frozen parameters that checkpoints and morphs leave out: what is kept of them, and how they come back.
 
 They never change, so they are where the run began: in the files of ``weights=``, or in what ``model=`` builds. What
-leaves them out keeps a checksum of each, and whoever reads another base is told.
+leaves them out keeps a checksum of each, and a run over another base is refused.
 """
 
 import zlib
@@ -26,7 +26,7 @@ class FrozenParameters:
         self._marks: dict[str, JSON] = {}
 
     def of(self, state: SectionState) -> SectionState:
-        """The state without them, and with their checksums."""
+        """Return the state without them, and with their checksums."""
         frozen = {
             path.removeprefix("parameters/"): value
             for path, value in state.tensors.items()
@@ -42,7 +42,7 @@ class FrozenParameters:
         )
 
 
-def put_back(
+def restore_frozen(
     states: Mapping[int, SectionState],
     parameters: Mapping[int, Sequence[str]],
     initial: Callable[[Sequence[str]], Mapping[str, Tensor]],

@@ -21,7 +21,7 @@ Wanted = Callable[[str], bool]
 
 
 def everything(name: str) -> bool:
-    """A ``Wanted`` that accepts the whole section."""
+    """Accept the whole section: a ``Wanted``."""
     return True
 
 
@@ -69,7 +69,7 @@ def verify(store: Store, manifest: Manifest) -> Iterator[SavedShard]:
 
 
 def _memory(tensors: dict[str, Tensor], piece: Piece) -> memoryview:
-    """Memory of a piece; its tensor is allocated with its first piece."""
+    """Return the memory of a piece; its tensor is allocated with its first piece."""
     tensor = tensors.get(piece.name)
     if tensor is None:
         tensor = tensors[piece.name] = torch.empty(piece.shape, dtype=DTYPES[piece.dtype])

@@ -47,7 +47,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class SectionState:
-    """Everything that a section needs to continue training.
+    """The tensors and scalars that a section needs to continue training.
 
     Attributes:
         section: its number.
@@ -61,7 +61,7 @@ class SectionState:
     scalars: dict[str, JSON] = field(default_factory=dict)
 
     def only(self, wanted: Callable[[str], bool]) -> "SectionState":
-        """The entries whose names are ``wanted``, as references."""
+        """Return the entries whose names are ``wanted``, as references."""
         return SectionState(
             self.section,
             {name: value for name, value in self.tensors.items() if wanted(name)},
@@ -69,12 +69,12 @@ class SectionState:
         )
 
     def at_host(self) -> "SectionState":
-        """The state with tensors in host memory: copies of those that are on a GPU."""
+        """Return the state with tensors in host memory: copies of those that are on a GPU."""
         return SectionState(self.section, {name: value.cpu() for name, value in self.tensors.items()}, self.scalars)
 
 
 def to_bytes(state: SectionState) -> bytes:
-    """The state as a safetensors file.
+    """Write the state as a safetensors file.
 
     Raises:
         CheckpointError: a tensor's dtype has no place in safetensors, or a scalar none in JSON.
@@ -83,7 +83,7 @@ def to_bytes(state: SectionState) -> bytes:
 
 
 def from_bytes(data: bytes) -> SectionState:
-    """Inverse of ``to_bytes``, bit for bit; tensors come back on the CPU.
+    """Read what ``to_bytes`` wrote, bit for bit; tensors come back on the CPU.
 
     Raises:
         CheckpointError: the bytes are not a state that ``to_bytes`` wrote.
@@ -99,7 +99,7 @@ def from_bytes(data: bytes) -> SectionState:
 
 
 def _chunks(state: SectionState) -> Iterator[bytes | memoryview]:
-    """Header, then each tensor's bytes.
+    """Yield the header, then each tensor's bytes.
 
     Raises:
         CheckpointError: see ``to_bytes``.
@@ -118,7 +118,7 @@ def _chunks(state: SectionState) -> Iterator[bytes | memoryview]:
 
 
 def _header(state: SectionState, tensors: list[tuple[str, Tensor]]) -> bytes:
-    """The header of a whole section."""
+    """Make the header of a whole section."""
     found = [(name, DTYPE_NAMES[value.dtype], tuple(value.shape), value.nbytes) for name, value in tensors]
     return header(found, {"section": str(state.section), "scalars": scalars_as_json(state)})
 
@@ -139,6 +139,7 @@ def bit_sum(value: Tensor) -> int:
     """Return the sum of a tensor's bits as whole numbers, which changes with any bit; on its own device."""
     flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = flat.numel() - flat.numel() % 8
+    # A view as int64 must begin at a multiple of its size.
     if flat.storage_offset() % 8:
         flat = flat.clone()
     return int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum(dtype=torch.int64))

@@ -1,6 +1,6 @@
 """Copies of what a rank saves, in one buffer of host memory that is allocated and touched before it is needed.
 
-The training thread only copies; whoever writes reads from the buffer, so there is never a second copy.
+The training thread only copies; the writer reads from the buffer, so there is never a second copy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +52,7 @@ def parts_of(
     generation: int,
     smallest_bytes: int = SMALLEST_PART_BYTES,
 ) -> list[SectionPart]:
-    """The parts of its sections that one replica copies: those that it writes, and those that it is understudy for.
+    """Find the parts of its sections that a replica copies: those that it writes, and those that it is understudy for.
 
     Args:
         states: of sections that ``replica`` holds.
@@ -123,5 +123,5 @@ class SnapshotBuffer:
 
 
 def needed_bytes(parts: Sequence[SectionPart]) -> int:
-    """Bytes of a buffer that holds these parts."""
+    """Return the bytes of a buffer that holds these parts."""
     return sum(part.size_bytes + -part.size_bytes % _ALIGNMENT for part in parts)

@@ -29,7 +29,7 @@ class StoredTensors(NamedTuple):
 
 
 def fingerprint(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> int:
-    """A checksum over the beginnings of trained parameters, as they are computed with."""
+    """Return a checksum over the beginnings of trained parameters, as they are computed with."""
     found = 0
     for name in sorted(parameters):
         sample = parameters[name].detach().reshape(-1)[:_SAMPLED].cpu()

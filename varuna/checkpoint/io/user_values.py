@@ -15,7 +15,7 @@ _KIND = "varuna:kind"
 
 
 def as_json(value: object, where: str) -> JSON:
-    """A value as JSON: numbers, texts, None, bytes, tensors, arrays, and lists, tuples and dicts of these.
+    """Encode a value as JSON: numbers, texts, None, bytes, tensors, arrays, and lists, tuples and dicts of these.
 
     Args:
         value: from the user's ``state_dict()``.
@@ -54,7 +54,7 @@ def as_json(value: object, where: str) -> JSON:
 
 
 def from_json(value: JSON) -> Any:
-    """Inverse of ``as_json``; tensors come back on the CPU."""
+    """Decode what ``as_json`` made; tensors come back on the CPU."""
     match value:
         case list():
             return [from_json(each) for each in value]

@@ -29,7 +29,7 @@ class _Save(NamedTuple):
 
 
 class BackgroundWriter:
-    """One daemon thread that writes one snapshot at a time.
+    """A daemon thread that writes one snapshot at a time.
 
     ``on_saved`` and ``on_error`` run on that thread. A save ends at its first error, since its checkpoint cannot
     become complete any more; the next save is tried again.
@@ -71,7 +71,7 @@ class BackgroundWriter:
         self.do(lambda: self._write(save))
 
     def do(self, work: Callable[[], None]) -> None:
-        """Run ``work`` after the saves in progress, while nobody else uses the buffer."""
+        """Run ``work`` after the saves in progress, while no other thread uses the buffer."""
         with self._changed:
             if not self._closed:
                 self._work.append(work)
@@ -85,7 +85,7 @@ class BackgroundWriter:
     def close(self, timeout_s: float = 5.0) -> None:
         """Accept no more saves, and wait up to ``timeout_s`` for the one that runs.
 
-        A save that takes longer goes on in the background; if the process ends first, it leaves no shard.
+        A save that takes longer continues in the background; if the process ends first, it leaves no shard.
         """
         with self._changed:
             self._closed = True

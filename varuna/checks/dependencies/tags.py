@@ -116,7 +116,7 @@ class TagLedger:
             self.tag(tensor, KNOWN)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """In this block, note nothing: the framework works across sections, as for sums of tied gradients."""
         self._aside = True
         try:

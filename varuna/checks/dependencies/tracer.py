@@ -90,13 +90,13 @@ def _watched_step(
             ledger.tag(bucket.flat, Tag(frozenset({section}), bucket.names))
         ledger.cross((*batch.values(), *job.buffers.values(), *job.model.constants.values()))
         variant = variant_of(job.model, batch, ())
-        with ledger.aside():
+        with ledger.paused():
             given = completed(job.model.graphs[variant], batch, job.buffers)
         _forward_and_backward(stage, Examples(given, size, variant), ledger)
-        with ledger.aside():
+        with ledger.paused():
             gradients = _gradients(stage)
         for step in range(_STEPS):
-            with ledger.aside():
+            with ledger.paused():
                 fresh = _load(stage, gradients)
             for name, value in fresh.items():
                 ledger.tag(value, _home(job, name), home=True)

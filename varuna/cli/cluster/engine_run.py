@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from varuna.cli.cluster.engine_options import EngineNodes, nodes_of
-from varuna.cli.cluster.managing import ClusterRun, manage_cluster
+from varuna.cli.shared.managing import cluster_run, manage
+from varuna.cli.shared.run_options import RunOptions
 from varuna.core.errors import UsageError
 from varuna.process.console import say
 from varuna.process.scripts import check_script
 
 if TYPE_CHECKING:
-    from varuna.calibration.format import Calibrations
     from varuna.fleet.engines.engine import Engine, EngineKind, EnginePlace
     from varuna.fleet.engines.growers import Growers
     from varuna.fleet.engines.growth import GrowthConfig
     from varuna.fleet.service.cluster_workers import ClusterWorkers
     from varuna.fleet.service.service import ManagerService
-    from varuna.fleet.state.run_events import Budgeted, Priced
 
 _TOKEN_USES, _TOKEN_LIFE_S = 1_000_000, 365 * 24 * 3600.0  # machines come and go for as long as the run lasts
 _PASSED_ON = ("OMP_NUM_THREADS", "VARUNA_PATIENCE")
@@ -32,6 +31,7 @@ _PASSED_ON_PREFIXES = ("NCCL_",)
 class EngineRun:
     """A run on an engine, as the options of the command line describe it."""
 
+    how: RunOptions
     engines: tuple[EngineNodes, ...]
     script: Path
     args: tuple[str, ...]
@@ -39,14 +39,6 @@ class EngineRun:
     run_dir: Path
     port: int
     advertise: str
-    stages: int | None
-    memory_bytes: int | None
-    given: "Calibrations | None"
-    price: "Priced | None"
-    budget: "Budgeted | None"
-    json_log: Path | None
-    new: bool
-    overwrite: bool
     dry_run: bool
 
 
@@ -59,7 +51,6 @@ def manage_on_engine(run: EngineRun) -> int:
     """
     from varuna.fleet.engines.engine import AgentCommand
     from varuna.fleet.engines.growers import Growers, Source
-    from varuna.fleet.service.service import ServiceConfig
     from varuna.fleet.state.inputs import FinishRequested
     from varuna.fleet.state.run_events import Notice
 
@@ -84,7 +75,7 @@ def manage_on_engine(run: EngineRun) -> int:
             script=run.script.absolute(),
             args=run.args,
             workers=run.workers,
-            environment=_passed_on(is_planned=run.given is not None),
+            environment=_passed_on(is_planned=run.how.given is not None),
         )
         for part in parts:
             part.engine.start(command)
@@ -93,25 +84,15 @@ def manage_on_engine(run: EngineRun) -> int:
         sources = [Source(part.asked.on, part.engine, part.growth) for part in parts]
         return Growers(sources, warn=service.mailbox.warn, end=end, machines=lambda: service.workers.machines)
 
-    place = ServiceConfig(
-        run_dir=run.run_dir,
-        host="0.0.0.0",
-        port=run.port,
-        json_log=run.json_log,
-        new=run.new,
-        overwrite=run.overwrite,
-        price=run.price,
-        budget=run.budget,
-    )
-    managed = ClusterRun(
-        place=place,
+    managed = cluster_run(
+        run.how,
+        run.how.settings(run.run_dir, host="0.0.0.0", port=run.port),
         advertise=run.advertise,
         workers=max(1, sum(part.growth.least for part in parts)) * (run.workers or 1),
-        stages=run.stages,
-        memory_bytes=run.memory_bytes,
-        given=run.given,
+        again="start the same command again",
     )
-    return manage_cluster(managed, attach, "start the same command again")
+    ended = manage(managed, attach)
+    return 0 if ended is None else ended.exit_code
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ _Bytes = NDArray[np.uint8]
 
 
 class Damaged(Exception):
-    """A part is not as it was encoded."""
+    """Error: a part is not as it was encoded."""
 
 
 class Form(NamedTuple):
@@ -47,7 +47,7 @@ FORMS = (Form(2, 1), Form(4, 1), Form(8, 2), Form(1, 1))
 
 
 class Header(NamedTuple):
-    """In front of a part."""
+    """The header in front of a part."""
 
     size_bytes: int
     """of what comes out"""
@@ -63,7 +63,7 @@ class Header(NamedTuple):
 
     @property
     def body_bytes(self) -> int:
-        """Of all that follows the header."""
+        """Bytes of all that follows the header."""
         return self.code_bytes + self.size_bytes - self.numbers * self.form.coded_bytes
 
 
@@ -74,7 +74,7 @@ class Codec:
         self._planes = np.empty(PART_BYTES, np.uint8)
 
     def encode(self, part: memoryview, form: Form) -> Pieces:
-        """The header and all that follows it, in pieces that hold until the next call."""
+        """Return the header and all that follows it, in pieces that hold until the next call."""
         numbers = len(part) // form.number_bytes
         numbers_bytes = numbers * form.number_bytes
         checksum = zlib.crc32(part)
@@ -84,6 +84,7 @@ class Codec:
         rest_bytes = numbers_bytes - numbers * form.coded_bytes
         coder = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL + 1, zlib.Z_HUFFMAN_ONLY)
         code = coder.compress(planes[rest_bytes:]) + coder.flush()
+        # Noise, or numbers of another kind than was tried: the code would be longer.
         if len(code) >= numbers_bytes - rest_bytes:
             return [_HEADER.pack(len(part), 0, checksum, *PLAIN), part]
         header = _HEADER.pack(len(part), len(code), checksum, *form)
@@ -109,7 +110,7 @@ class Codec:
         check(header, into)
 
     def _sorted(self, part: memoryview, form: Form) -> memoryview:
-        """The bytes of whole numbers by their place in a number."""
+        """Sort the bytes of whole numbers by their place in a number."""
         if form.number_bytes == 1:
             return part
         rows = np.frombuffer(part, np.uint8).reshape(-1, form.number_bytes)
@@ -146,6 +147,7 @@ def check(header: Header, came: memoryview) -> None:
 def _decompressed(code: memoryview, size_bytes: int) -> bytes:
     decoder = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
+        # One byte more than there should be: too much shows, and no peer can fill this memory.
         found = decoder.decompress(code, size_bytes + 1)
     except zlib.error as error:
         raise Damaged(f"a compressed part cannot be decompressed: {error}") from error

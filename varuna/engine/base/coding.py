@@ -53,7 +53,7 @@ class _Look(NamedTuple):
 
 
 class Coding:
-    """Measures one direction of a connection and chooses; used by whoever has the turn to write."""
+    """Measures one direction of a connection and chooses; used by the thread that has the turn to write."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket, self._codec = connected, Codec()
@@ -69,7 +69,7 @@ class Coding:
         return self._choice.encodes
 
     def begin(self, size_bytes: int) -> None:
-        """A large body is about to be written."""
+        """Note that a large body is about to be written."""
         unsent_bytes = _unsent_bytes(self._socket)
         look, before = _Look(time.monotonic(), self._written_bytes, unsent_bytes), self._look
         self._look, window = look, self._window
@@ -99,7 +99,7 @@ class Coding:
         return (self._codec.encode(part, form) for part in parts)
 
     def end(self, size_bytes: int, sent_bytes: int, *, is_encoded: bool) -> None:
-        """A large body has been written."""
+        """Note that a large body has been written."""
         self._written_bytes += sent_bytes
         if is_encoded:
             self.compressed = self.compressed.plus(Compressed(size_bytes, sent_bytes))

@@ -52,7 +52,7 @@ class Window(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of its bytes, those that waited for the line."""
+        """Share of its bytes that waited for the line, in [0, 1]."""
         return self.waited_bytes / max(1, self.size_bytes)
 
     @property
@@ -85,7 +85,7 @@ class Fit(NamedTuple):
 
 
 def chosen(before: Choice, seen: Window) -> Choice:
-    """The choice after a window."""
+    """Return the choice after a window."""
     if not before.encodes:
         plain = before._replace(plain_s_per_byte=seen.s_per_byte or before.plain_s_per_byte)
         if plain.windows:
@@ -103,5 +103,5 @@ def chosen(before: Choice, seen: Window) -> Choice:
 
 
 def pays(fit: Fit, plain_s_per_byte: float) -> bool:
-    """Whether a kind of message should pass a line faster encoded: while a part is on its way, others are worked on."""
+    """Return whether a kind of message should pass a line faster encoded, while other parts are worked on."""
     return _MOST_SENT * fit.ratio >= 1 and fit.s_per_byte <= _MOST_WORK * plain_s_per_byte

@@ -7,7 +7,7 @@ import torch
 from varuna.process.allocator import keep_freed_memory
 
 
-def settle(device: torch.device) -> None:
+def configure_process(device: torch.device) -> None:
     """Make this process a worker that computes on ``device``; a calibration measures under the same settings."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     if device.type == "cpu":

@@ -1,6 +1,6 @@
 """One TCP connection to another member of a group, and the transfers over it.
 
-A sender waits until the receiver has asked, so a message lands in the memory that it is for, and what nobody takes
+A sender waits until the receiver has asked, so a message lands in the memory that it is for, and what is not taken
 stays with its sender::
 
     receiver              sender
@@ -13,7 +13,8 @@ one that is being written.
 Where the line is what is waited for, a body may be encoded (``coding``); its frame says so.
 
 Every transfer ends: with its bytes, or with the error that ended the connection. This is why we do not use Gloo, which
-forgets the message that was half-way when a connection broke: who waits for it, and its memory, stay for hours.
+forgets the message that was half-way when a connection broke: the thread that waits for it, and its memory, stay for
+hours.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ from varuna.process.far_lines import suit_far_line
 from varuna.process.threads import start
 
 SILENT_S = 30.0
-"""A peer that has taken nothing of what was sent to it for so long cannot be reached, or is stopped."""
+"""Seconds after which a peer that takes nothing of what was sent to it cannot be reached, or is stopped."""
 UNREACHED = frozenset(
     {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNREFUSED, getattr(errno, "EHOSTDOWN", -1)}
 )
@@ -52,7 +53,7 @@ _ASK, _BODY, _ENCODED = 0, 1, 2
 
 
 class Unreachable(RuntimeError):
-    """Nothing gets through to another rank, which may well be there: the manager knows."""
+    """Error: nothing gets through to another rank, which may well be there: the manager knows."""
 
     def __init__(self, problem: str, peer: int) -> None:
         super().__init__(problem)
@@ -60,7 +61,7 @@ class Unreachable(RuntimeError):
 
 
 def unreachable_of(error: BaseException | None) -> int | None:
-    """The rank that could not be reached, if that is what an error comes from."""
+    """Return the rank that could not be reached, if an error comes from that."""
     while error is not None:
         if isinstance(error, Unreachable):
             return error.peer
@@ -86,7 +87,7 @@ class Work:
             RuntimeError: the peer is gone, the group was abandoned, or the bound has passed.
         """
         if not self._pending.acquire(timeout=bound_s):
-            self._give_up(f"timed out after {bound_s:.3g} s")  # nobody knows what the memory holds
+            self._give_up(f"timed out after {bound_s:.3g} s")  # it is not known what the memory holds
             self._pending.acquire()
         self._pending.release()
         if self._problem is not None:
@@ -108,7 +109,7 @@ class _Frame:
         self._left = [memoryview(_HEADER.pack(tag, size_bytes, kind)), *body]
 
     def write(self, connected: socket.socket, *, may_block: bool) -> bool:
-        """Write, all of it if it may block; whether nothing is left."""
+        """Write, all of it if it may block; return whether nothing is left."""
         while self._left:
             try:
                 written = connected.sendmsg(self._left, (), 0 if may_block else socket.MSG_DONTWAIT)
@@ -158,9 +159,9 @@ class _LargeFrame(_Frame):
 class Connection:
     """Transfers between this member and one other.
 
-    Whoever gives something to write while nobody writes tries to write it at once; a thread goes on where that would
-    block. Another one reads. Both start when they are first needed, and nothing but them closes the socket: its number
-    would be another's, under the hands of who still uses it.
+    A thread that gives something to write while none writes tries to write it at once; the writing thread continues
+    where that would block. Another one reads. Both start when they are first needed, and nothing but them closes the
+    socket: its number could be another socket's while a thread still uses it.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class Connection:
             work.end(self._problem)
 
     def hang_up(self) -> None:
-        """Let both ends find that the connection has ended, once nobody gives it anything any more.
+        """Let both ends find that the connection has ended, once nothing is given to it any more.
 
         It takes no lock: a garbage collector may call it on a thread that has it.
         """
@@ -277,7 +278,8 @@ class Connection:
             work.end()
 
     def _match(self, tag: int) -> str:
-        """Let go what is to be sent and has been asked for; what is wrong with it."""
+        """Let go what is to be sent and has been asked for; return what is wrong with it, or ""."""
+        # The n-th send of a tag answers the n-th ask: both ends know the order of messages.
         while self._to_send[tag] and self._asked_bytes[tag]:
             work, size_bytes = self._to_send[tag].popleft(), self._asked_bytes[tag].popleft()
             if work.view.nbytes != size_bytes:
@@ -297,18 +299,19 @@ class Connection:
     # -- writing: one thread at a time has the turn ----------------------------------------------------------
 
     def _takes_turn(self) -> bool:
-        """Whether the caller has to write now."""
+        """Return whether the caller has to write now."""
         if self._is_writing or self._is_deaf or not (self._asks or self._bodies):
             return False
         self._is_writing = True
         return True
 
     def _write(self, begun: _Frame | None = None, *, may_block: bool = False) -> None:
-        """Write all that is to go, or let the writing thread go on where that would block; give the turn back."""
+        """Write all that is to go, or let the writing thread do so where that would block; give the turn back."""
         frame = begun
         while True:
             with self._lock:
                 if frame is None and self._problem is None and not self._is_deaf:
+                    # Asks first: they are short, and the peer's next message waits for one.
                     frame = self._asks.popleft() if self._asks else self._bodies.popleft() if self._bodies else None
                 if frame is None or self._problem is not None:
                     self._is_writing = False
@@ -348,7 +351,7 @@ class Connection:
             self._close_if_unused()
 
     def _write_left(self) -> None:
-        with self._lock:  # whoever started this thread has made the queue
+        with self._lock:  # the thread that started this one has made the queue
             assert self._unwritten is not None
         while (frame := self._unwritten.get()) is not None:
             self._write(frame, may_block=True)
@@ -358,7 +361,7 @@ class Connection:
 
     def _read(self) -> None:
         header = bytearray(_HEADER.size)
-        with self._lock:  # whoever started this thread has noted it
+        with self._lock:  # the thread that started this one has noted it
             pass
         try:
             while True:
@@ -384,7 +387,7 @@ class Connection:
                 self._close_if_unused()
 
     def _let_writing_end(self) -> None:
-        """Let who writes find out whether its message is through: a peer may leave as soon as it has it."""
+        """Let a thread that writes find out whether its message is through: a peer may leave as soon as it has it."""
         deadline_s = time.monotonic() + _WRITES_S
         while time.monotonic() < deadline_s:
             with self._lock:
@@ -446,11 +449,11 @@ def _is_within_a_machine(connected: socket.socket) -> bool:
 
 
 class _Unasked(Exception):
-    """The peer sends what this end has no place for."""
+    """Error: the peer sends what this end has no place for."""
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
+    """Return the memory of a contiguous tensor on the host."""
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor that crosses must be contiguous; this one has strides {tensor.stride()}")
     return tensor.detach().view(-1).view(torch.uint8).numpy().data

@@ -43,7 +43,7 @@ class Endpoint:
     relays: tuple[Relay, ...] = ()
     machine: str = field(default_factory=network_stack)
     next_way_s: float = 1.0
-    """Another way is tried so much later than the one before."""
+    """seconds after which another way is tried, too"""
     ways: dict[str, Way] = field(default_factory=dict)
     """by machine: the way that led to it most recently, which is tried at once"""
 
@@ -64,11 +64,11 @@ class Listener(Protocol):
     place: Place
 
     def fileno(self) -> int:
-        """Return the file descriptor that becomes readable when somebody calls."""
+        """Return the file descriptor that becomes readable when a member calls."""
         ...
 
     def accept(self) -> tuple[socket.socket, bytes]:
-        """A call, and what has been read of it.
+        """Take a call, and what has been read of it.
 
         Raises:
             OSError: it is gone again.

@@ -1,7 +1,7 @@
 """The one place where a training thread waits.
 
 Everything that arrives from other threads (activations, gradients, batches, reduced sections, the vote) is
-put here; whoever ends the generation aborts it. So every wait has a bound, an owner and a name.
+put here; the thread that ends the generation aborts it. So every wait has a bound, an owner and a name.
 """
 
 import threading
@@ -15,7 +15,7 @@ from varuna.process.console import say
 
 
 class GenerationEnded(Exception):
-    """The manager has ended this generation; abandon it and report what is held."""
+    """Signal that the manager has ended this generation: abandon it and report what is held."""
 
 
 class Inbox:
@@ -69,8 +69,10 @@ class Inbox:
         if isinstance(failure, GenerationEnded):  # with the frames that it came through, which hold the generation
             failure = failure.with_traceback(None)
         with self._changed:
+            # A link that breaks is often the echo of a generation that ends elsewhere: its end must win.
             if self._failure is None or isinstance(failure, GenerationEnded):
                 self._failure = failure
+                # What has arrived holds memory, and no wait will take it any more.
                 self._arrived.clear()
                 self._changed.notify_all()
         self.over.set()
@@ -93,11 +95,11 @@ class Inbox:
         return self._failure is not None
 
     def has(self, key: Hashable) -> bool:
-        """Whether ``key`` has arrived."""
+        """Return whether ``key`` has arrived."""
         return key in self._arrived
 
     def failed(self, key: Hashable) -> bool:
-        """Whether an exception has arrived in place of ``key``."""
+        """Return whether an exception has arrived in place of ``key``."""
         return isinstance(self._arrived.get(key), BaseException)
 
     def expect_step(self, *step_s: float) -> None:
@@ -130,7 +132,7 @@ class Inbox:
         return value
 
     def wait(self, ready: Callable[[], bool], awaited: Callable[[], Awaited]) -> None:
-        """Wait until ``ready``, which looks at arrivals, and at what somebody stirs for; says so if that lasts.
+        """Wait until ``ready``, which looks at arrivals, and at what ``stir`` is called for; say so if that lasts.
 
         Raises:
             LinkError: the wait cannot be right any more (``engine.base.wait_bounds``); names what is ``awaited``, and
@@ -150,7 +152,7 @@ class Inbox:
                 if fault := scene.fault(waiting, now_s, self.patience):
                     raise DeviceError(fault) if awaited().by_device else LinkError(fault)
                 if not told:
-                    self._tell(scene.told(awaited(), now_s - waiting.since_s))
+                    self._tell(scene.describe_wait(awaited(), now_s - waiting.since_s))
                     told = True
         finally:
             self.waiting = None

@@ -10,8 +10,8 @@ connections of two members the earlier takes one: the first that is of use::
                               <-  HERE
     HERE                      ->                       only if the caller is the earlier: it takes this one
 
-A caller that does not say the word of the listener, which is in the store too, is none of the members: it keeps nobody
-waiting. Whether a member is what it says is proven later (``links.authentication``).
+A caller that does not say the word of the listener, which is in the store too, is none of the members: no member waits
+for it. Whether a member is what it says is proven later (``links.authentication``).
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from varuna.process.machine_port import WORD_BYTES, Address
 from varuna.process.threads import start
 
 OTHER_WAYS_S = 10.0
-"""After its own call has failed, and nothing else is under way, a member waits so long for the other one's."""
+"""Seconds that a member waits for the other one's call, once its own has failed and nothing else is under way."""
 _GREETING = struct.Struct(f"<{WORD_BYTES}sI")
 """the listener's word, the caller's rank"""
 _HERE = b"+"
@@ -86,7 +86,7 @@ def _place(text: bytes) -> Place:
 
 @dataclass(eq=False)
 class _Call:
-    """A connection that may become the one with a member; ``then`` goes on with it when something has come."""
+    """A connection that may become the one with a member; ``then`` continues with it when something has come."""
 
     connected: socket.socket
     then: Callable[["_Call"], None]
@@ -102,7 +102,7 @@ class _Call:
 
 
 class _Names:
-    """Addresses of hosts. Names are looked up on other threads: a name server that is silent holds up nobody else."""
+    """Addresses of hosts. Names are looked up on other threads: a name server that is silent holds up no other call."""
 
     def __init__(self) -> None:
         self._found: dict[Address, tuple[int, Any] | OSError | None] = {}
@@ -140,7 +140,7 @@ def _socket_address(to: Address, flags: int = 0) -> tuple[int, Any]:
 
 
 class _Meeting:
-    """Connections that are being made, all at once: nobody waits behind one who cannot be reached."""
+    """Connections that are being made, all at once: none waits behind a member that cannot be reached."""
 
     def __init__(self, rank: int, listener: Listener, places: Mapping[int, Place], endpoint: Endpoint) -> None:
         self._rank, self._listener, self._places, self._endpoint = rank, listener, places, endpoint
@@ -185,7 +185,7 @@ class _Meeting:
     # -- calling ---------------------------------------------------------------------------------------------
 
     def _ways(self, other: int) -> list[tuple[Way, float]]:
-        """Ways to try, and when."""
+        """Return the ways to try, each with its delay in seconds."""
         if self._is_within(other):
             return [(Way.CALLED, 0.0)]
         known = self._endpoint.ways.get(self._places[other].machine)
@@ -195,6 +195,7 @@ class _Meeting:
         return self._places[other].machine == self._endpoint.machine
 
     def _begin(self, way: Way, other: int) -> None:
+        # By rank, so both ends agree without a word on who calls, and on who takes a connection.
         early, late = min(self._rank, other), max(self._rank, other)
         place = self._places[other]
         if way == Way.RELAYED:
@@ -244,7 +245,7 @@ class _Meeting:
         self._selector.modify(call.connected, selectors.EVENT_READ, call)
 
     def _answered(self, call: _Call) -> None:
-        """Whoever was called is there."""
+        """Continue with a call that was answered: the member is there."""
         if call.other > self._rank and not self._say(call):  # this end takes the connection
             return
         self._came(call)
@@ -265,7 +266,7 @@ class _Meeting:
         self._selector.register(caller, selectors.EVENT_READ, call)
 
     def _greeted(self, call: _Call) -> None:
-        """A caller says the word, and who it is."""
+        """Continue with a caller that has said the word, and its rank."""
         word, other = _GREETING.unpack(call.heard)
         if other not in self._awaited or not secrets.compare_digest(word, self._listener.place.word.encode()):
             self._drop(call).close()
@@ -283,7 +284,7 @@ class _Meeting:
     # -- both ------------------------------------------------------------------------------------------------
 
     def _go_on(self, call: _Call | None) -> None:
-        """Something has happened on a connection, or somebody calls."""
+        """Continue where something has happened on a connection, or with a new call."""
         if call is None:
             self._accept()
         elif call not in self._calls:  # dropped by what came at the same time
@@ -316,7 +317,7 @@ class _Meeting:
         return True
 
     def _came(self, call: _Call) -> None:
-        """This is the connection with a member; all others are dropped."""
+        """Take this connection with a member; drop all others."""
         self._drop(call).setblocking(True)
         self._met[call.other] = Met(call.connected, call.way)
         self._awaited.discard(call.other)
@@ -330,7 +331,7 @@ class _Meeting:
         return call.connected
 
     def _end(self, call: _Call, number: int) -> None:
-        """A connection has failed; ``number`` is 0 if the other end has closed it."""
+        """Drop a connection that has failed; ``number`` is 0 if the other end has closed it."""
         with contextlib.suppress(KeyError):  # it has not begun
             self._selector.unregister(call.connected)
         del self._calls[call]
@@ -360,6 +361,7 @@ class _Meeting:
         for other in sorted(self._awaited.intersection(self._problems)):
             number, text, since_s = self._problems[other]
             is_over = other not in under_way and (self._is_within(other) or now_s >= since_s + OTHER_WAYS_S)
+            # Before the bound, of an earlier member only: a later one may still call this one.
             if is_late or (is_over and other < self._rank):
                 raise Unreachable(text, other) if number in UNREACHED else RuntimeError(text)
         if is_late:

@@ -1,7 +1,7 @@
 """The ranks of a generation tell each other what they do, so that a waiting rank knows for whom and why.
 
 By the generation's store, every few seconds, on a thread of its own: a rank's word comes while its training thread runs
-the user's code, and a store that does not answer holds nobody up. The same thread ends a rank whose own work does not
+the user's code, and a store that does not answer holds no rank up. The same thread ends a rank whose own work does not
 end while others wait for it.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from varuna.engine.base.inbox import Inbox
-from varuna.engine.base.wait_bounds import Doing, Heard, hear, overdue
+from varuna.engine.base.wait_bounds import Doing, Heard, heard_after, overdue
 from varuna.process.threads import start
 
 
@@ -24,13 +24,13 @@ class Busy(NamedTuple):
     """that such work took and ended well"""
 
     def now(self, work: str, now_s: float) -> "Busy":
-        """This piece of work, or the next one."""
+        """Return this piece of work, or the next one."""
         if work == self.work:
             return self
         return Busy(work, now_s, max(self.longest_s, now_s - self.since_s) if self.work else self.longest_s)
 
 
-def watch(
+def watch_peers(
     inbox: Inbox,
     store: Any,
     generation: int,
@@ -57,7 +57,7 @@ def watch(
     def read() -> None:
         if store.check(list(places.values())):  # what is not there yet would be waited for
             for other, text in zip(places, store.multi_get(list(places.values())), strict=True):
-                heard[other] = hear(heard.get(other), Doing.model_validate_json(text), time.monotonic())
+                heard[other] = heard_after(heard.get(other), Doing.model_validate_json(text), time.monotonic())
 
     def run() -> None:
         tick, before, busy = 0, -1, Busy("", time.monotonic(), 0.0)

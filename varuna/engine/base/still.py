@@ -14,42 +14,42 @@ class StateGate:
     """
 
     def __init__(self, step: int | None) -> None:
-        """The state rests, and contains ``step`` steps; None: some of it is still to come."""
+        """Begin with a state that rests, and contains ``step`` steps; None: some of it is still to come."""
         self._changed = threading.Condition()
         self._step = step
         self._closed = False
         self._begun = self._ended = -1
 
-    def begins(self, step: int) -> None:
-        """The step on top of the state begins: until the state changes, no code of the user runs beside it."""
+    def note_begin(self, step: int) -> None:
+        """Note that a step begins: until the state changes, no code of the user runs beside it."""
         with self._changed:
             self._begun = step
 
     def has_begun(self, step: int) -> bool:
-        """Whether that step has begun."""
+        """Return whether that step has begun."""
         with self._changed:
             return self._begun == step
 
-    def ends(self, step: int) -> None:
-        """All that the step adds on top of the state is there: it does not last any more, though the state rests."""
+    def note_end(self, step: int) -> None:
+        """Note that all that the step adds is there: it does not last any more, though the state rests."""
         with self._changed:
             self._ended = step
             self._changed.notify_all()
 
-    def changes(self) -> None:
-        """The state is about to change; waits for a read in progress."""
+    def close_for_update(self) -> None:
+        """Let no thread read from now on, since the state is about to change; wait for a read in progress."""
         with self._changed:
             self._step = None
             self._changed.notify_all()
 
-    def rests(self, step: int) -> None:
-        """The state rests again, and contains ``step`` steps."""
+    def open_at(self, step: int) -> None:
+        """Let others read again: the state rests, and contains ``step`` steps."""
         with self._changed:
             self._step = step
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """End all waits."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -60,8 +60,8 @@ class StateGate:
             self._changed.wait_for(lambda: self._closed or (self._step is not None and self._step > step))
             return None if self._closed else self._step
 
-    def lasts(self, step: int, bound_s: float) -> bool:
-        """Wait for so long; whether ``step`` has then not ended, and the state that it is on top of still rests."""
+    def wait_while_in(self, step: int, bound_s: float) -> bool:
+        """Wait ``bound_s`` while ``step`` lasts; return whether it still does, on top of a state that rests."""
         with self._changed:
             over = self._changed.wait_for(lambda: self._closed or self._step != step or self._ended == step, bound_s)
             return not over

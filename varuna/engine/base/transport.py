@@ -31,7 +31,7 @@ FORMING_BOUND_S = 30.0
 AT_ONCE = 2**21
 """Numbers of a sum that travel together, so that the buffers of two turns stay below 16 MiB."""
 _SMALL_BYTES = 2**14
-"""So little of each member's is sent to all whole: one trip in place of two."""
+"""Up to this much of each member's is sent to all whole: one trip in place of two."""
 _SWAP_TAG, _SUM_TAG = 80_000, 80_001
 _SHORTEST_S = 0.001
 
@@ -60,7 +60,7 @@ class Group:
             size: number of members.
             endpoint: how others reach this process.
             ranks: of the generation, which the members are; the same numbers by default.
-            silent_s: how long a member may take nothing, where somebody can go on without it; None: for long.
+            silent_s: how long a member may take nothing, where the others can continue without it; None: for long.
             compresses: what is sent, where a line is waited for. Not to measure the line itself.
 
         Raises:
@@ -85,7 +85,7 @@ class Group:
         """Members, by their rank in the generation, to whom everything goes through another machine."""
         self._rank = rank
         self.size = size
-        # Where nobody abandons it. Not at the end of a forked process, whose sockets are this one's, too.
+        # Where it is not abandoned. Not at the end of a forked process, whose sockets are this one's, too.
         dropped = weakref.finalize(self, _hang_up, os.getpid(), tuple(self._connections.values()))
         dropped.atexit = False
 
@@ -95,7 +95,7 @@ class Group:
         return reduce(Compressed.plus, (each.compressed for each in self._connections.values()), Compressed())
 
     def abandon(self) -> None:
-        """End all transfers, with an error for who waits."""
+        """End all transfers, with an error for each thread that waits."""
         for each in self._connections.values():
             each.end()
 
@@ -118,7 +118,7 @@ class Group:
     def all_reduce(self, values: Tensor, *, crossing: torch.dtype | None = None, at_once: int = AT_ONCE) -> None:
         """Sum over all members, in place; blocks. All get the same bits: those of a sum in the order of ranks.
 
-        Each member adds up its share of the numbers as all members have them, and then everyone gathers the shares.
+        Each member adds up its share of the numbers as all members have them, and then all gather the shares.
 
         Args:
             values: contiguous, in host memory.
@@ -137,6 +137,7 @@ class Group:
             flat.copy_(_sum(list(whole), values.dtype).to(dtype))
             return
         chunks, begun, gathers = torch.split(flat, at_once), deque[_Shares](), _Swap()
+        # Two sets in turn: the shares of a chunk come in while those of the chunk before are added up.
         rooms: tuple[list[Tensor], list[Tensor]] = ([], [])
         for number, chunk in enumerate(chunks):
             begun.append(self._share_out(chunk.to(dtype), rooms[number % 2]))
@@ -182,6 +183,7 @@ class Group:
 
         Everything is asked for before anything is sent: a member that is early has what it needs on its way.
         """
+        # Each member begins with another peer, or all would send to rank 0 first.
         peers = [(self._rank + more) % self.size for more in range(1, self.size)]
         coming = [self.receive(received[peer], peer, tag) for peer in peers]
         going = [self.send(sent[peer], peer, tag) for peer in peers]
@@ -225,6 +227,7 @@ def _hang_up(process: int, connections: Iterable[Connection]) -> None:
 
 def _sum(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Add rows up, one after another, in the memory of the first if that has the dtype."""
+    # In the order of ranks, by one member for each number: all get the same bits, on any network.
     total = rows[0].to(dtype)
     for row in rows[1:]:
         total.add_(row)
@@ -232,7 +235,7 @@ def _sum(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def connect_store(host: str, port: int, *, hosts: bool = False, bound_s: float = 60.0) -> Any:
-    """A client of a TCP store, or the store itself.
+    """Connect to a TCP store, or make the store itself.
 
     Raises:
         RuntimeError: it does not answer.
@@ -241,10 +244,10 @@ def connect_store(host: str, port: int, *, hosts: bool = False, bound_s: float =
 
 
 def local_store() -> Any:
-    """A store for a single process."""
+    """Make a store for a single process."""
     return c10d.HashStore()
 
 
 def prefixed(prefix: str, store: Any) -> Any:
-    """A view on ``store`` whose keys start with ``prefix``."""
+    """Make a view on ``store`` whose keys start with ``prefix``."""
     return c10d.PrefixStore(prefix, store)

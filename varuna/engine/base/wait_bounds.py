@@ -1,7 +1,7 @@
 """Bounds on ranks' waits for each other: the report of a wait that lasts, and its end once it cannot be right.
 
 A rank that computes, reads samples or runs the user's code may take its time: the others wait, and say for whom. What
-cannot be right is that nobody does anything. So a wait ends in an error
+cannot be right is that no rank does anything. So a wait ends in an error
 
 - once every rank has waited for another one, in the same waits, for far longer than a step takes: a deadlock;
 - once a rank that is waited for has given no sign of life for long: it is frozen or cut off;
@@ -115,8 +115,8 @@ class Heard(NamedTuple):
         return self.read_s - self.alive_s
 
 
-def hear(before: Heard | None, doing: Doing, now_s: float) -> Heard:
-    """A rank's word, after what was heard ``before``."""
+def heard_after(before: Heard | None, doing: Doing, now_s: float) -> Heard:
+    """Return a rank's word, after what was heard ``before``."""
     if before is None:
         return Heard(doing, now_s, now_s, now_s)
     same = (before.doing.wait, bool(before.doing.on)) == (doing.wait, bool(doing.on))
@@ -138,8 +138,8 @@ class Scene:
     stalled_s: float
     """see ``Patience.stalled_after_s``"""
 
-    def told(self, awaited: Awaited, waited_s: float) -> str:
-        """The report of a wait that lasts."""
+    def describe_wait(self, awaited: Awaited, waited_s: float) -> str:
+        """Write the report of a wait that lasts."""
         return f"{self.who} has waited {waited_s:.0f} s for {_source(awaited)}{self._others(awaited)}"
 
     def fault(self, waiting: Waiting, now_s: float, patience: Patience) -> str | None:
@@ -165,7 +165,7 @@ class Scene:
         return None
 
     def circle(self, waiting: Waiting, patience: Patience, least_s: float) -> str | None:
-        """All ranks and whom each waits for, if they have waited for each other for ``least_s``."""
+        """Write what all ranks wait for, if they have waited for each other for ``least_s``; else None."""
         awaited = waiting.awaited()
         stalled_s = self._stalled_s(awaited, waiting.since_s, patience)
         if stalled_s < least_s:
@@ -177,11 +177,12 @@ class Scene:
         )
 
     def _stalled_s(self, awaited: Awaited, since_s: float, patience: Patience) -> float:
-        """Seconds for which all ranks are known to have waited for others; 0 if one is at work, or was not heard."""
+        """Return the seconds for which all ranks are known to wait for others; 0 if one works, or was not heard."""
         others = [self.heard.get(rank) for rank in self.ranks if rank != self.rank]
         known = [each for each in others if each is not None and each.doing.on and each.silent_s < patience.fresh_s]
         if not awaited.on or not known or len(known) < len(others):
             return 0.0
+        # From the last one that began to wait, to the oldest word of a wait: between them all are known to have waited.
         return min(each.read_s for each in known) - max(since_s, *(each.since_s for each in known))
 
     def _others(self, awaited: Awaited) -> str:
@@ -193,7 +194,7 @@ class Scene:
         return f" ({said}{more})" if said else ""
 
     def _everybody(self, awaited: Awaited) -> str:
-        """A text that says who waits for what, equal waits together."""
+        """Write what each rank waits for, equal waits together."""
         said = {rank: self.heard[rank].doing.text for rank in self.ranks if rank != self.rank}
         said[self.rank] = f"waits for {_source(awaited)}"
         texts = sorted(said.items(), key=lambda each: (each[1], each[0]))
@@ -253,7 +254,7 @@ def overdue(
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """``rank 1``, ``ranks 1 and 2``, ``ranks 0, 3 and 5``."""
+    """Write ``rank 1``, ``ranks 1 and 2``, ``ranks 0, 3 and 5``."""
     names = [str(rank) for rank in ranks]
     if len(names) == 1:
         return f"rank {names[0]}"

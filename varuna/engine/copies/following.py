@@ -1,7 +1,7 @@
 """Optimizer state that follows its section into another rank, while that runs the first step of a generation.
 
-Only an update needs it, so a section computes as soon as its parameters are there. Whoever sends it keeps the whole
-section: nobody can apply the step before everybody has everything, so until then nothing that is sent changes.
+Only an update needs it, so a section computes as soon as its parameters are there. The sender keeps the whole section:
+no rank can apply the step before all ranks have everything, so until then nothing that is sent changes.
 """
 
 import threading
@@ -29,12 +29,12 @@ States = Mapping[int, SectionState]
 
 
 def sent_later(assignment: Assignment) -> list[Transfer]:
-    """Transfers of which its rank sends a part once the generation has formed."""
+    """Return the transfers of which its rank sends a part once the generation has formed."""
     return [each for each in assignment.transfers if each.follows and each.source_rank == assignment.rank]
 
 
 def received_later(assignment: Assignment) -> list[Transfer]:
-    """Those of which it gets a part then."""
+    """Return the transfers of which its rank gets a part once the generation has formed."""
     return [each for each in assignment.transfers if each.follows and each.target_rank == assignment.rank]
 
 
@@ -93,7 +93,7 @@ class StateSender:
 
     def _send(self, sent: _Sent) -> None:
         line, step = self._line(sent.transfer.target_rank), self._where["step"]
-        opening = wire.offer(line, wire.CopyKind.REST, step, sent.header, sent.body.size_bytes)
+        opening = wire.offer_copy(line, wire.CopyKind.REST, step, sent.header, sent.body.size_bytes)
 
         def fill(first: int, part: Tensor) -> bool:
             sent.body.read(first, part)
@@ -102,8 +102,8 @@ class StateSender:
         assert opening is not None, "whoever was promised it takes it"
         wire.send_parts(line, opening, fill, lambda part_s: None)
 
-    def _line(self, target: int) -> wire.Line:
-        return wire.Line(self._group, target, _TAG)
+    def _line(self, target: int) -> wire.CopyChannel:
+        return wire.CopyChannel(self._group, target, _TAG)
 
 
 class StateReceiver:
@@ -125,7 +125,7 @@ class StateReceiver:
             group: every member of the generation.
             transfers: those whose target this rank is.
             take: puts the rest of a section's state into the stage; called by one thread at a time.
-            inbox: of the generation, for whoever waits.
+            inbox: of the generation, for the thread that waits.
             step: the first of the generation.
             stage: that this rank runs.
         """
@@ -161,15 +161,15 @@ class StateReceiver:
             self._closed = True
 
     def _start(self, source: int, transfers: Sequence[Transfer]) -> None:
-        line = wire.Line(self._group, source, _TAG)
+        line = wire.CopyChannel(self._group, source, _TAG)
 
         def run() -> None:
             try:
                 for each in transfers:
                     with span("take-rest", **self._where, rank=each.target_rank, index=each.section):
                         self._receive(line)
-                wire.answer(line, yes=True)
-            except Exception as error:  # noqa: BLE001  whoever waits for this thread must hear why it ended
+                wire.send_answer(line, yes=True)
+            except Exception as error:  # noqa: BLE001  the thread that waits for this one must hear why it ended
                 named = ", ".join(str(each.section) for each in transfers)
                 self._failure = LinkError(
                     f"the optimizer state of sections {named} did not come from rank {source}: {error}"
@@ -178,7 +178,7 @@ class StateReceiver:
 
         start("state-receiver", run)
 
-    def _receive(self, line: wire.Line) -> None:
+    def _receive(self, line: wire.CopyChannel) -> None:
         opening, header = wire.next_offer(line)
         [layout] = from_bytes(header)
         memory = torch.empty(layout.size_bytes, dtype=torch.uint8)
@@ -188,7 +188,7 @@ class StateReceiver:
             body.write(first, part)
             self._stir()
 
-        wire.answer(line, yes=True)
+        wire.send_answer(line, yes=True)
         if not wire.receive_parts(line, opening, write):
             raise wire.PeerLost("it was broken off")
         with self._lock:

@@ -36,7 +36,7 @@ class KeptSums:
         self._spares: list[Tensor] = []  # memory of sums that were replaced, or are of a step that is over
 
     def begin(self, step: int, size_bytes: int) -> Tensor | None:
-        """Room for the sums of a section in ``step``, or None if there is none; those of steps before are dropped."""
+        """Make room for the sums of a section in ``step``; None: there is none. Those of steps before are dropped."""
         with self._lock:
             if self._sealed:
                 return None
@@ -50,16 +50,17 @@ class KeptSums:
             return torch.empty(size_bytes // 4, dtype=torch.float32) if has_room(size_bytes) else None
 
     def complete(self, held: HeldSums, values: Tensor) -> None:
-        """The sums of one section are there, in place of older ones."""
+        """Take the sums of one section, which have come whole, in place of older ones."""
         [section] = (each.section for each in held.copies)
         with self._lock:
             if not self._sealed:
                 if section in self._sums:
+                    # Only now: until a newer copy is whole, the older one is what can be resumed from.
                     self._spares.append(self._sums[section].values)
                 self._sums[section] = CopiedSums(held, values)
 
     def sealed(self, step: int | None) -> dict[int, CopiedSums]:
-        """By section, the sums of ``step``; from now on nothing changes them."""
+        """Return the sums of ``step``, by section; from now on nothing changes them."""
         with self._lock:
             self._sealed = True
             return dict(self._sums) if step is not None and self._step == step else {}
@@ -94,7 +95,12 @@ class CopyKeeper:
             rank: this one.
             stage: that it runs.
         """
-        self._line, self._memory, self._sums, self._generation = wire.Line(group, owner), memory, sums, generation
+        self._line, self._memory, self._sums, self._generation = (
+            wire.CopyChannel(group, owner),
+            memory,
+            sums,
+            generation,
+        )
         self._inbox, self._still, self._where = inbox, still, {"rank": rank, "stage": stage}
         start("copy-keeper", self._run)
 
@@ -113,15 +119,15 @@ class CopyKeeper:
 
     def _keep_state(self, opening: wire.CopyHeader, header: bytes) -> None:
         body = self._memory.begin_others(self._generation, opening.step, from_bytes(header))
-        wire.answer(self._line, yes=body is not None)
+        wire.send_answer(self._line, yes=body is not None)
         if body is not None and wire.receive_parts(self._line, opening, body.write):
             with span("kept", **self._where, step=opening.step):
                 is_there = self._memory.complete_others(self._generation, opening.step)
-            wire.answer(self._line, yes=is_there)
+            wire.send_answer(self._line, yes=is_there)
 
     def _keep_sum(self, opening: wire.CopyHeader, held: HeldSums) -> None:
         values = self._sums.begin(opening.step, opening.body_bytes)
-        wire.answer(self._line, yes=values is not None)
+        wire.send_answer(self._line, yes=values is not None)
         if values is None:
             return
         body = Body.of_memory([values.view(torch.uint8)])

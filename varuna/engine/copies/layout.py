@@ -39,7 +39,7 @@ class SectionLayout(NamedTuple):
 
     @classmethod
     def of(cls, state: SectionState) -> Self:
-        """The layout of a state.
+        """Lay a state out.
 
         Raises:
             CheckpointError: a tensor's dtype has no name.
@@ -49,11 +49,12 @@ class SectionLayout(NamedTuple):
             if value.dtype not in DTYPE_NAMES:
                 raise CheckpointError(f"{name} of section {state.section} is {value.dtype}, which cannot be copied")
             entries.append(TensorPlace(name, DTYPE_NAMES[value.dtype], tuple(value.shape), end))
+            # Aligned, since tensors are used where they lie in the body (``state_in``).
             end = -(-(end + value.nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return cls(state.section, end, tuple(entries), dict(state.scalars))
 
     def state_in(self, memory: Tensor) -> SectionState:
-        """The state whose bytes are in ``memory``, as views of it.
+        """Make the state whose bytes are in ``memory``, of views of it.
 
         Single numbers are copies: optimizers keep them on the host, where one of them would hold all the memory.
         """
@@ -66,12 +67,12 @@ class SectionLayout(NamedTuple):
 
 
 def as_bytes(layouts: Sequence[SectionLayout]) -> bytes:
-    """The header."""
+    """Encode layouts: the header of a copy."""
     return json.dumps([layout._asdict() for layout in layouts]).encode()
 
 
 def from_bytes(header: bytes) -> tuple[SectionLayout, ...]:
-    """Inverse of ``as_bytes``."""
+    """Decode what ``as_bytes`` made."""
     return tuple(
         SectionLayout(
             each["section"],
@@ -93,7 +94,7 @@ class Body:
 
     @classmethod
     def of_states(cls, layouts: Sequence[SectionLayout], states: Mapping[int, SectionState]) -> Self:
-        """The body of states as they are; what is not contiguous is copied."""
+        """Make the body of states as they are; what is not contiguous is copied."""
         pieces, start = [], 0
         for layout in layouts:
             for entry in layout.entries:
@@ -104,7 +105,7 @@ class Body:
 
     @classmethod
     def of_memory(cls, memories: Sequence[Tensor]) -> Self:
-        """The body that is in the memory of each section."""
+        """Make the body that is in the memory of each section."""
         pieces, start = [], 0
         for memory in memories:
             pieces.append((start, memory))
@@ -120,20 +121,21 @@ class Body:
             copies: from where the body is.
             after: a point of the device at which the body is as it should be.
         """
-        copies.down(self._overlaps(first, part), after).wait()
+        copies.copy_to_host(self._overlaps(first, part), after).wait()
 
-    def leave(self, memory: Tensor, copies: HostCopies) -> Ready:
+    def begin_copy(self, memory: Tensor, copies: HostCopies) -> Ready:
         """Begin to copy all bytes, as they are now, into host memory; they may change once the result is done."""
-        return copies.down(self._overlaps(0, memory))
+        return copies.copy_to_host(self._overlaps(0, memory))
 
     def write(self, first: int, part: Tensor) -> None:
-        """Inverse of ``read``."""
+        """Copy ``part`` over the bytes from ``first`` on: the inverse of ``read``."""
         for mine, other in self._overlaps(first, part):
             mine.copy_(other)
 
     def _overlaps(self, first: int, part: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pieces, and where they are in the part."""
+        """Find the pieces that a part overlaps, and where they are in the part."""
         end, found = first + part.numel(), []
+        # The last piece that begins at or before ``first``: those before it have ended.
         nearest = max(0, bisect_right(self._starts, first) - 1)
         for start, piece in islice(self._pieces, nearest, None):
             if start >= end:

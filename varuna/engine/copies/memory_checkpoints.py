@@ -33,9 +33,9 @@ from varuna.process.console import warn
 from varuna.process.host_memory import available_bytes
 
 _PATIENCE = 10
-"""So many times the usual interval: then a next one is made, though the newest has not come to all keepers."""
+"""Usual intervals after which a next one is made, though the newest has not come to all keepers."""
 _ROOM = 2
-"""So many times as much as a copy takes must be free, since others ask too."""
+"""Times of what a copy takes that must be free, since others ask, too."""
 
 
 @dataclass(slots=True)
@@ -101,21 +101,22 @@ class MemoryCheckpoints:
         """
         layouts = [SectionLayout.of(states[section]) for section in sorted(states)]
         with self._lock:
+            # The newest that is everywhere stays until this one is: at any time one step can be gone back to.
             self._drop(lambda each: each.generation == generation and not each.is_everywhere and each.step != step)
             memory = self._room(layouts, copies.arena, own=True)
             if memory is None:
                 return None
             made_s, checkpoint = time.monotonic(), self._of(generation, step)
             checkpoint.own, checkpoint.loop = _Part(layouts, memory, is_whole=False), loop
-        copied = Body.of_states(layouts, states).leave(memory, copies)
+        copied = Body.of_states(layouts, states).begin_copy(memory, copies)
         return Made(step, as_bytes(layouts), Body.of_memory([memory]), copied, made_s)
 
     def complete_own(self, generation: int, step: int) -> bool:
-        """The copy of what was made has left the device; False if nobody needs it any more."""
+        """Note that the copy of what was made has left the device; return False if it is not needed any more."""
         return self._complete(generation, step, lambda each: each.own)
 
     def begin_others(self, generation: int, step: int, layouts: Sequence[SectionLayout]) -> Body | None:
-        """Room for another worker's part; None if there is none."""
+        """Make room for another worker's part; None if there is none."""
         with self._lock:
             memory = self._room(layouts, lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8), own=False)
             if memory is None:
@@ -124,7 +125,7 @@ class MemoryCheckpoints:
             return Body.of_memory([memory])
 
     def complete_others(self, generation: int, step: int) -> bool:
-        """All of it has come; False if nobody needs it any more."""
+        """Note that all of another worker's part has come; return False if it is not needed any more."""
         return self._complete(generation, step, lambda each: each.others)
 
     def _complete(self, generation: int, step: int, of: Callable[[_Checkpoint], _Part | None]) -> bool:
@@ -137,19 +138,21 @@ class MemoryCheckpoints:
             return False
 
     def note_everywhere(self, generation: int, step: int) -> None:
-        """All workers of the generation have their parts of a step's checkpoint: no older one is needed.
+        """Note that all workers of the generation have their parts of a step's checkpoint: no older one is needed.
 
         Another rank may have heard of that earlier, and send a newer one already.
         """
         with self._lock:
             for each in self._known:
                 each.is_everywhere = each.is_everywhere or (each.generation, each.step) == (generation, step)
+            # By generation first: after a loss the same step may be made again, by other ranks and sections.
             self._drop(lambda each: each.generation < generation or each.step < step)
 
     def keep_only(self, steps: Collection[int]) -> None:
-        """Of what was made before this generation, these steps alone are needed, and each section once."""
+        """Keep, of what was made before this generation, these steps alone, and each section once."""
         found, kept = set[tuple[int, int]](), []
         with self._lock:
+            # Newest first: of several of one step, the last attempt is kept.
             for each in reversed(self._known if steps else ()):  # a step that is broken off again and again has many
                 there = {(each.step, layout.section) for part in each.parts() for layout in part.layouts}
                 if each.step in steps and not found.issuperset(there):
@@ -173,13 +176,13 @@ class MemoryCheckpoints:
             )
 
     def states(self, step: int | None) -> dict[int, SectionState]:
-        """By section, the state of a step, as references."""
+        """Return the state of a step, by section, as references."""
         with self._lock:
             parts = [part for each in self._known if each.step == step for part in each.parts()]
         return {section: state for part in parts for section, state in part.states().items()}
 
     def loop(self, step: int) -> tuple[bool, JSON]:
-        """Whether this worker made a checkpoint of a step, and the state of the training loop in it."""
+        """Return whether this worker made a checkpoint of a step, and the state of the training loop in it."""
         with self._lock:
             own = [each.loop for each in self._known if each.step == step and each.own is not None]
         return bool(own), own[0] if own else None
@@ -198,7 +201,7 @@ class MemoryCheckpoints:
         return allocate(size_bytes) if has_room(size_bytes) else None
 
     def _drop(self, is_over: Callable[[_Checkpoint], bool]) -> None:
-        """Drop some. The memory of what was everywhere, which nobody reads or writes any more, is used again."""
+        """Drop some. The memory of what was everywhere, which no thread reads or writes any more, is used again."""
         kept = []
         for each in self._known:
             if not is_over(each):
@@ -209,7 +212,7 @@ class MemoryCheckpoints:
 
 
 def has_room(size_bytes: int) -> bool:
-    """Whether host memory has room for so much, and as much again."""
+    """Return whether host memory has room for ``size_bytes``, and as much again."""
     free_bytes = available_bytes()
     return free_bytes is None or _ROOM * size_bytes <= free_bytes
 
@@ -263,8 +266,8 @@ class CheckpointMaker:
 
     # -- the training thread ---------------------------------------------------------------------------------
 
-    def begins(self, loop: Callable[[], JSON]) -> None:
-        """The generation's first step begins; ``loop`` gives the state of the training loop, as it now stays."""
+    def begin_first_step(self, loop: Callable[[], JSON]) -> None:
+        """Note that the generation's first step begins; ``loop`` gives the training loop's state, as it now stays."""
         with self._changed:
             self._has_begun, self._loop = True, loop
             self._changed.notify_all()
@@ -278,10 +281,12 @@ class CheckpointMaker:
 
     def _due(self) -> int:
         since_s, every_s = time.monotonic() - self._made_s, self.every_s
+        # 1: if the newest is everywhere; 2: whatever became of it (``follow_vote``, core.vote).
         return (since_s >= every_s) + (since_s >= _PATIENCE * every_s)
 
-    def after(self, totals: StepTotals, next_step: int, loop: Callable[[], JSON]) -> None:
+    def follow_vote(self, totals: StepTotals, next_step: int, loop: Callable[[], JSON]) -> None:
         """Do what a vote has decided, after its update."""
+        # All ranks read the same vote, so all drop the older one, and make the next one, after the same step.
         if self._made is not None and not self._everywhere and totals.kept == self._ranks:
             self._everywhere = True
             self._memory.note_everywhere(self._generation, self._made.step)
@@ -295,6 +300,7 @@ class CheckpointMaker:
             made = self._try(step, loop)
         self._stall_s = min(self._stall_s, time.monotonic() - self._made_s)  # the first one makes room, too
         if made is not None:
+            # Training continues at once; only the update that would change what is still being copied waits.
             self._delay(made.copied)
         with self._changed:
             self._made = made  # if there is none, this rank says no more of the one before that it is there
@@ -312,7 +318,7 @@ class CheckpointMaker:
         return made
 
     def close(self) -> None:
-        """The generation is over: nothing is made any more."""
+        """End waits: the generation is over, and nothing is made any more."""
         with self._changed:
             self._changed.notify_all()
 
@@ -332,7 +338,7 @@ class CheckpointMaker:
                 self._make(self._first_step, loop())
 
     def wait_beyond(self, step: int) -> Made | None:
-        """The newest that was made after ``step``, once it has left the device; None: the generation is over."""
+        """Return the newest that was made after ``step``, once it has left the device; None: the generation is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._inbox.ended or (self._made is not None and self._made.step > step))
             made = None if self._inbox.ended else self._made
@@ -342,11 +348,11 @@ class CheckpointMaker:
         return made
 
     def is_newest(self, made: Made) -> bool:
-        """Whether nothing was made since."""
+        """Return whether nothing was made since."""
         return self._made is made
 
     def note_there(self, step: int) -> None:
-        """The keeper has it."""
+        """Note that the keeper has that of ``step``."""
         with self._changed:
             self._there = step
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.errors import VarunaError
-from varuna.core.sums import HeldSums, SectionSum, Spans
+from varuna.core.sums import HeldSums, IndexSet, SectionSum
 from varuna.core.units import format_bytes
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.spans import span
@@ -55,7 +55,7 @@ class CopySender:
             rank: this one.
             stage: that it runs.
         """
-        self._line, self._copied, self._inbox = wire.Line(group, keeper), copied, inbox
+        self._line, self._copied, self._inbox = wire.CopyChannel(group, keeper), copied, inbox
         self._still, self._steps, self._where = copied.still, steps, {"rank": rank, "stage": stage}
         self._room = torch.empty(0)  # for the sums of any section
         self._step_s, self._round_s = 0.0, 0.0  # of the newest step, and of copies of all sums in it
@@ -83,6 +83,7 @@ class CopySender:
             step, begin_s = made.step, made.made_s
             with span("send-kept", **self._where, step=step):
                 is_there = self._send_state(made, checkpoints)
+            # Sums without the state that their step began with would be of no use.
             if is_there:
                 checkpoints.note_there(step)
                 if stage is not None and step < self._steps:
@@ -99,9 +100,11 @@ class CopySender:
     # -- state -----------------------------------------------------------------------------------------------
 
     def _send_state(self, made: Made, checkpoints: CheckpointMaker) -> bool:
-        """Whether it has come to the keeper as a whole."""
+        """Return whether it has come to the keeper as a whole."""
         size_bytes = made.body.size_bytes
-        opening = wire.offer(self._line, wire.CopyKind.STATE, made.step, made.header, size_bytes, wire.SMALL_PART_BYTES)
+        opening = wire.offer_copy(
+            self._line, wire.CopyKind.STATE, made.step, made.header, size_bytes, wire.SMALL_PART_BYTES
+        )
         if opening is None:
             checkpoints.warn_once(
                 f"rank {self._line.peer} has no room for a copy of rank {self._where['rank']}'s state of "
@@ -124,18 +127,20 @@ class CopySender:
 
     def _copy_sums(self, step: int, stage: Stage, step_begin_s: float) -> None:
         """Send the sums of all sections, again and again until the step is over or the keeper takes no more."""
-        sizes, sent = stage.sums.sizes(), dict[int, Spans]()
+        sizes, sent = stage.sums.sizes(), dict[int, IndexSet]()
         all_bytes = 4 * sum(sizes.values())
         # The first step of a generation may be the rest of one; what is predicted may be nominal.
         left_s = max(self._step_s, stage.plan.step_s) - (time.monotonic() - step_begin_s)
         pace = sums_pace(left_s, all_bytes, self._round_s or PROCESSOR_S_PER_BYTE * all_bytes)
         wait_s = 0.0 if stage.sums.goes_on else pace.every_s  # work of before, which a loss would take along as well
-        while self._still.lasts(step, wait_s):
+        while self._still.wait_while_in(step, wait_s):
             begin_s = time.monotonic()
             if not self._room.numel():
                 self._room = stage.sums.room()
             for section, size in reversed(sizes.items()):  # as backwards come to them
-                wanted = stage.sums.take(section, self._room[:size], lambda: self._still.lasts(step, 0.0))
+                wanted = stage.sums.copy_section(
+                    section, self._room[:size], lambda: self._still.wait_while_in(step, 0.0)
+                )
                 if wanted is None:
                     return
                 if wanted.micro_batches and wanted.micro_batches != sent.get(section):
@@ -156,14 +161,14 @@ class CopySender:
         )
         body = Body.of_memory([wanted.room.view(torch.uint8)])
         header = held.model_dump_json().encode()
-        opening = wire.offer(self._line, wire.CopyKind.SUM, step, header, body.size_bytes)
+        opening = wire.offer_copy(self._line, wire.CopyKind.SUM, step, header, body.size_bytes)
 
         def fill(first: int, part: Tensor) -> bool:
             body.read(first, part)
-            return self._still.lasts(step, 0.0)
+            return self._still.wait_while_in(step, 0.0)
 
         def pause(part_s: float) -> None:
-            self._still.lasts(step, pause_s(part_s))
+            self._still.wait_while_in(step, pause_s(part_s))
 
         if opening is None:
             return False

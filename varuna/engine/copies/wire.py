@@ -5,7 +5,7 @@ For each copy, of a state or of one section's sums of gradients, and for the res
 1. owner: what it is, of which step, and the sizes of header, body and parts
 2. owner: the header
 3. keeper: whether it takes it
-4. owner: the parts, each with a word that says whether the copy goes on
+4. owner: the parts, each with a word: 1, or 0 if the copy is broken off
 5. keeper: that all has come, where the owner waits for that
 """
 
@@ -42,7 +42,7 @@ class CopyKind(IntEnum):
     REST = 2
 
 
-class Line(NamedTuple):
+class CopyChannel(NamedTuple):
     """Messages of one kind between this rank and another; answers have the next tag."""
 
     group: Group
@@ -61,8 +61,8 @@ class CopyHeader(NamedTuple):
     part_bytes: int
 
 
-def offer(
-    line: Line, kind: CopyKind, step: int, header: bytes, body_bytes: int, part_bytes: int | None = None
+def offer_copy(
+    line: CopyChannel, kind: CopyKind, step: int, header: bytes, body_bytes: int, part_bytes: int | None = None
 ) -> CopyHeader | None:
     """Announce a copy, which goes in parts of ``part_bytes`` (None: large ones); None if the keeper does not take it.
 
@@ -79,7 +79,7 @@ def offer(
 
 
 def send_parts(
-    line: Line,
+    line: CopyChannel,
     opening: CopyHeader,
     fill: Callable[[int, Tensor], bool],
     pause: Callable[[float], object],
@@ -88,7 +88,7 @@ def send_parts(
     """Send the body; False if it was broken off.
 
     Args:
-        line: to whoever takes it.
+        line: to the rank that takes it.
         opening: of the copy.
         fill: puts the bytes from a place of the body on into a part; False: the copy is worth nothing any more.
         pause: called after each part with the seconds that it took.
@@ -101,6 +101,7 @@ def send_parts(
     part, word = buffer[: opening.part_bytes], buffer[opening.part_bytes :].view(torch.int64)
     for first in _firsts(opening):
         goes_on = fill(first, part)
+        # In the same message as the part: a keeper that reads 0 drops the copy at once.
         word.fill_(goes_on)
         begin_s = time.monotonic()
         _send(line, buffer)
@@ -110,7 +111,7 @@ def send_parts(
     return True
 
 
-def next_offer(line: Line) -> tuple[CopyHeader, bytes]:
+def next_offer(line: CopyChannel) -> tuple[CopyHeader, bytes]:
     """Wait for the next copy that is announced, and its header.
 
     Raises:
@@ -121,7 +122,7 @@ def next_offer(line: Line) -> tuple[CopyHeader, bytes]:
     return opening, _receive(line, opening.header_bytes).numpy().tobytes()
 
 
-def answer(line: Line, *, yes: bool) -> None:
+def send_answer(line: CopyChannel, *, yes: bool) -> None:
     """Say whether what was offered is taken, or that it has come.
 
     Raises:
@@ -130,8 +131,8 @@ def answer(line: Line, *, yes: bool) -> None:
     _send(line._replace(tag=line.tag + 1), torch.tensor([int(yes)], dtype=torch.int64))
 
 
-def await_answer(line: Line) -> bool:
-    """Wait for the other end's ``answer``.
+def await_answer(line: CopyChannel) -> bool:
+    """Wait for the other end's answer.
 
     Raises:
         PeerLost: it is.
@@ -139,7 +140,7 @@ def await_answer(line: Line) -> bool:
     return bool(_receive(line._replace(tag=line.tag + 1), WORD_BYTES).view(torch.int64).item())
 
 
-def receive_parts(line: Line, opening: CopyHeader, write: Callable[[int, Tensor], None]) -> bool:
+def receive_parts(line: CopyChannel, opening: CopyHeader, write: Callable[[int, Tensor], None]) -> bool:
     """Receive the body; False if it was broken off.
 
     Raises:
@@ -154,15 +155,16 @@ def receive_parts(line: Line, opening: CopyHeader, write: Callable[[int, Tensor]
 
 
 def _firsts(opening: CopyHeader) -> Iterator[int]:
+    # A body without bytes has a part, too: its word says that the copy is whole.
     return iter(range(0, max(1, opening.body_bytes), opening.part_bytes))
 
 
-def _send(line: Line, message: Tensor) -> None:
+def _send(line: CopyChannel, message: Tensor) -> None:
     with _noticing_the_end():
         line.group.send(message, line.peer, line.tag).wait()
 
 
-def _receive(line: Line, size_bytes: int) -> Tensor:
+def _receive(line: CopyChannel, size_bytes: int) -> Tensor:
     with _noticing_the_end():
         return line.group.receive(torch.empty(size_bytes, dtype=torch.uint8), line.peer, line.tag).wait()
 

@@ -15,7 +15,7 @@ _SHARE = 0.8  # of what is free: allocators and messages want some
 
 
 def hardware_name(device: torch.device) -> str:
-    """Name of the device; of a CPU with the threads of a worker, since both decide on speed."""
+    """Name the device; a CPU with the threads of a worker, since both decide on speed."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -35,7 +35,7 @@ def rounding_kind(device: torch.device) -> int:
 
 
 def device_bytes(device: torch.device, workers: int) -> int | None:
-    """Memory of a GPU, or a worker's part of it; None for a CPU, whose memory belongs to all workers of a machine."""
+    """Return the bytes of a GPU, or a worker's part of it; None for a CPU, whose memory its workers share."""
     if device.type != "cuda":
         return None
     total_bytes = int(torch.cuda.get_device_properties(device).total_memory)
@@ -48,7 +48,7 @@ def sharers(workers: int, gpus: int) -> int:
 
 
 def usable_bytes(device: torch.device, workers: int) -> int | None:
-    """Most of the free bytes, shared equally by the ``workers`` of this machine; None if unknown."""
+    """Return most of the free bytes, shared equally by the ``workers`` of this machine; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * _SHARE / sharers(workers, torch.cuda.device_count()))
@@ -60,7 +60,7 @@ def usable_bytes(device: torch.device, workers: int) -> int | None:
 
 
 def held_by_others(device: torch.device | int) -> int:
-    """Bytes of a GPU that other processes hold now."""
+    """Return the bytes of a GPU that other processes hold now."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return others_bytes(total_bytes, free_bytes, torch.cuda.memory_reserved(device))
 

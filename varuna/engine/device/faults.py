@@ -48,7 +48,7 @@ class Kind(Enum):
 
 
 class DeviceFull(Exception):
-    """A device has too little memory for a step of which nothing is applied: this worker goes on with less to do."""
+    """Error: a device has too little memory for a step, of which nothing is applied: the worker gets less to do."""
 
     def __init__(self, who: str, step: int, fault: DeviceFault) -> None:
         super().__init__(f"{who} ran out of memory in step {step}: {fault.error}")
@@ -78,7 +78,7 @@ def fault_of(error: BaseException) -> DeviceFault | None:
 
 
 def in_words(fault: DeviceFault) -> str:
-    """Explain a fault to whoever sees it without a manager."""
+    """Explain a fault to people who see it without a manager."""
     if fault.of_machine:
         return (
             "This machine has failed, not the script, unless others fail in the same place. Look at its disks, mounts, "
@@ -96,7 +96,7 @@ def in_words(fault: DeviceFault) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and what it was raised from or in place of."""
+    """Yield an error, and what it was raised from or in place of."""
     while error is not None:
         yield error
         error = error.__cause__ if error.__cause__ is not None or error.__suppress_context__ else error.__context__
@@ -128,7 +128,7 @@ def _own_kind(error: BaseException) -> Kind | None:
 
 
 def _device() -> str:
-    """The name of this thread's GPU, which torch remembers even if the GPU says nothing any more."""
+    """Return the name of this thread's GPU, which torch remembers even if the GPU says nothing any more."""
     with contextlib.suppress(Exception):
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     return ""

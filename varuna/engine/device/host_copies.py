@@ -25,7 +25,7 @@ class Ready(Protocol):
         """Block this thread until it is finished."""
 
     def passed(self) -> bool:
-        """Whether it is finished."""
+        """Return whether it is finished."""
 
 
 class Done:
@@ -45,39 +45,39 @@ DONE = Done()
 class HostCopies:
     """Copies of one kind; what a method promises holds for every device.
 
-    These are a CPU's, done when a call returns. ``up`` and ``at_host`` give the values themselves, so nothing is copied
-    only because a GPU would need it.
+    These are a CPU's, done when a call returns. ``copy_to_device`` and ``at_host`` give the values themselves, so
+    nothing is copied only because a GPU would need it.
     """
 
     def room(self, size_bytes: int) -> Tensor:
-        """Memory to copy from and to, as bytes, for a moment; pinned on a GPU's host."""
+        """Allocate memory to copy from and to, as bytes, for a moment; pinned on a GPU's host."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def arena(self, size_bytes: int) -> Tensor:
-        """The same for longer, and of no more than that size."""
+        """Allocate the same for longer, and of no more than that size."""
         return self.room(size_bytes)
 
     def room_for(self, value: Tensor) -> Tensor:
-        """Memory with the shape and dtype of ``value``."""
+        """Allocate memory with the shape and dtype of ``value``."""
         return self.room(value.nbytes).view(value.dtype).view(value.shape)
 
     def homes_for(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Memory for longer, in one piece, with the shapes and dtypes of ``values``."""
+        """Allocate memory for longer, in one piece, with the shapes and dtypes of ``values``."""
         return laid_out(values, self.arena(size_together(values)))
 
     def place(self, size_bytes: int) -> Tensor:
-        """Memory of the device for longer, as bytes, that ``over`` writes to."""
+        """Allocate memory of the device for longer, as bytes, that ``overwrite`` writes to."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def at_rest(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """``values``, which are in host memory, where copies can start: themselves, if they can start there."""
+        """Return ``values``, in host memory, where copies can start: themselves, if they can start there."""
         return list(values)
 
     def point(self) -> Ready:
-        """The end of what this thread has had computed so far."""
+        """Mark the end of what this thread has had computed so far."""
         return DONE
 
-    def down(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
+    def copy_to_host(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
         """Copy values of the device (first) into host memory (second), as they are after a ``point``; None: now.
 
         Until the result is done the host memory may be neither read nor written. The values may be freed at once.
@@ -86,28 +86,28 @@ class HostCopies:
             target.copy_(value)
         return DONE
 
-    def follow(self, copied: Ready) -> None:
-        """Let what this thread computes from now on run after a result of ``down`` or ``fetch``."""
+    def compute_after(self, copied: Ready) -> None:
+        """Let what this thread computes from now on run after a result of ``copy_to_host`` or ``fetch``."""
 
     def fetch(self, values: Sequence[Tensor], after: Ready = DONE) -> tuple[list[Tensor], Ready]:
-        """Copy values of host memory to the device, once a ``down`` that wrote them is done.
+        """Copy values of host memory to the device, once a ``copy_to_host`` that wrote them is done.
 
-        Computations must ``follow`` the second result before they use the first.
+        Computations must run after (``compute_after``) the second result before they use the first.
         """
         return [value.clone() for value in values], DONE
 
-    def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Values of host memory, for what this thread computes from now on; they may not be written any more."""
+    def copy_to_device(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return values of host memory for what this thread computes from now on; they may not be written any more."""
         return dict(values)
 
-    def over(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready = DONE) -> Ready:
+    def overwrite(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready = DONE) -> Ready:
         """Copy host memory, where copies can start (second), over values of the device (first), after a ``point``."""
         for value, source in pairs:
             value.copy_(source)
         return DONE
 
     def at_host(self, value: Tensor, after: Ready, room: Callable[[Tensor], Tensor]) -> AbstractContextManager[Tensor]:
-        """``value`` in host memory, as it is after a ``point``; what is written there is in ``value`` at the end.
+        """Give ``value`` in host memory, as it is after a ``point``; what is written there is in ``value`` at the end.
 
         Blocks this thread at both ends. ``value`` belongs to the block meanwhile; ``room`` gives memory like it, where
         that is needed.
@@ -144,21 +144,22 @@ class StreamCopies(HostCopies):
 
     def point(self) -> Event:
         """Mark the computing stream."""
-        return self._streams.mark(self._streams.computing())
+        return self._streams.record_event(self._streams.computing())
 
-    def down(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
+    def copy_to_host(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
         """Queue the copies."""
         streams = self._streams
-        streams.follow(self._down, self.point() if after is None else _event(after))
+        streams.wait_event(self._down, self.point() if after is None else _event(after))
         for value, target in pairs:
             streams.copy(self._down, target, value)
-            streams.keep(value, self._down)
-        return streams.mark(self._down)
+            # The caller may free the value at once: its memory must stay until this copy has passed.
+            streams.record_stream(value, self._down)
+        return streams.record_event(self._down)
 
-    def follow(self, copied: Ready) -> None:
+    def compute_after(self, copied: Ready) -> None:
         """Let the computing stream wait, not this thread."""
         if copied is not DONE:
-            self._streams.follow(self._streams.computing(), _event(copied))
+            self._streams.wait_event(self._streams.computing(), _event(copied))
 
     def fetch(self, values: Sequence[Tensor], after: Ready = DONE) -> tuple[list[Tensor], Ready]:
         """Queue the copies.
@@ -167,50 +168,50 @@ class StreamCopies(HostCopies):
         """
         streams = self._streams
         if after is not DONE:
-            streams.follow(self._up, _event(after))
+            streams.wait_event(self._up, _event(after))
         fetched = [streams.fetch(self._up, value) for value in values]
         for value in fetched:  # its memory is not used again before what is computed from it is through
-            streams.keep(value, streams.computing())
-        return fetched, streams.mark(self._up)
+            streams.record_stream(value, streams.computing())
+        return fetched, streams.record_event(self._up)
 
-    def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def copy_to_device(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Queue the copies, and let the computation follow them."""
         fetched, arrived = self.fetch(list(values.values()))
-        self.follow(arrived)
+        self.compute_after(arrived)
         return dict(zip(values, fetched, strict=True))
 
     def place(self, size_bytes: int) -> Tensor:
         """Allocate device memory, which computations use as well."""
-        place = self._streams.take(self._up, size_bytes)
-        self._streams.keep(place, self._streams.computing())
+        place = self._streams.allocate(self._up, size_bytes)
+        self._streams.record_stream(place, self._streams.computing())
         return place
 
-    def over(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready = DONE) -> Ready:
+    def overwrite(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready = DONE) -> Ready:
         """Queue the copies."""
         streams = self._streams
         if after is not DONE:
-            streams.follow(self._up, _event(after))
+            streams.wait_event(self._up, _event(after))
         for value, source in pairs:
             streams.copy(self._up, value, source)
-            streams.keep(value, self._up)
-        return streams.mark(self._up)
+            streams.record_stream(value, self._up)
+        return streams.record_event(self._up)
 
     @contextmanager
     def at_host(self, value: Tensor, after: Ready, room: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-        """Through the memory that ``room`` gives."""
+        """Copy through the memory that ``room`` gives."""
         host = room(value)
-        self.down([(value, host)], after).wait()
+        self.copy_to_host([(value, host)], after).wait()
         yield host
-        self.over([(value, host)]).wait()
+        self.overwrite([(value, host)]).wait()
 
 
 def size_together(values: Sequence[Tensor]) -> int:
-    """Bytes of one piece of memory for all of them."""
+    """Return the bytes of one piece of memory for all of them."""
     return sum(value.nbytes + -value.nbytes % _ALIGNMENT for value in values)
 
 
 def laid_out(values: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
-    """Views of the memory, one behind the other, with the shapes and dtypes of ``values``."""
+    """Make views of the memory, one behind the other, with the shapes and dtypes of ``values``."""
     starts = accumulate((value.nbytes + -value.nbytes % _ALIGNMENT for value in values), initial=0)
     return [
         memory[start : start + value.nbytes].view(value.dtype).view(value.shape)

@@ -32,7 +32,7 @@ class Pulse:
         try:
             while not self._inbox.over.wait(self._inbox.patience.look_s):
                 self._is_asked = True
-                self._streams.mark(self._stream).wait()
+                self._streams.record_event(self._stream).wait()
                 self._is_asked, self._looks = False, 0
         except Exception as error:  # noqa: BLE001 - the training thread may not call the device for long, and then raises it
             self._inbox.abort(error)
@@ -48,6 +48,6 @@ class Pulse:
 
 
 def title(streams: Streams) -> str:
-    """A device's name in texts."""
+    """Name a device in texts."""
     facts = streams.memory()
     return f"GPU {facts.name}" if facts is not None else "the device"

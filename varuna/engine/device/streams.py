@@ -23,7 +23,7 @@ _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _set: Any = torch._C._accelerator_setAllocatorSettings
 _stream: Any = torch.cuda.Stream
 _settings: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
-"""Function that returns the script's settings; up to torch 2.12 nobody says."""
+"""Function that returns the script's settings; up to torch 2.12 it is not documented."""
 
 
 @cache
@@ -36,7 +36,7 @@ def let_segments_grow(device: torch.device) -> None:
         return
     _set("expandable_segments:True")
     try:
-        with torch.cuda.stream(_stream(device, priority=-1)):  # which nobody has used: no memory of it is cached
+        with torch.cuda.stream(_stream(device, priority=-1)):  # which no thread has used: no memory of it is cached
             torch.empty(1, device=device)
     except RuntimeError as error:  # as on WSL, and with old drivers
         _set("expandable_segments:False")
@@ -56,10 +56,10 @@ class Event(Protocol):
         """Block this thread until the point is passed."""
 
     def passed(self) -> bool:
-        """Whether the device has reached the event."""
+        """Return whether the device has reached the event."""
 
     def seconds_since(self, earlier: Self) -> float:
-        """Seconds between two timed events that have passed."""
+        """Return the seconds between two timed events that have passed."""
 
 
 class Streams(Protocol):
@@ -69,12 +69,12 @@ class Streams(Protocol):
         """Create a stream."""
 
     def computing(self) -> Stream:
-        """The one that this thread's computations go to."""
+        """Return the stream that this thread's computations go to."""
 
-    def mark(self, stream: Stream, *, timed: bool = False) -> Event:
+    def record_event(self, stream: Stream, *, timed: bool = False) -> Event:
         """Return the point after everything that is queued on ``stream`` now."""
 
-    def follow(self, stream: Stream, event: Event) -> None:
+    def wait_event(self, stream: Stream, event: Event) -> None:
         """Let what is queued on ``stream`` from now on run after ``event``."""
 
     def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
@@ -83,20 +83,20 @@ class Streams(Protocol):
     def fetch(self, stream: Stream, value: Tensor) -> Tensor:
         """Queue a copy of a host tensor into device memory that belongs to ``stream``; returns at once."""
 
-    def take(self, stream: Stream, size_bytes: int) -> Tensor:
-        """Device memory that belongs to ``stream``, as bytes."""
+    def allocate(self, stream: Stream, size_bytes: int) -> Tensor:
+        """Allocate device memory that belongs to ``stream``, as bytes."""
 
-    def keep(self, value: Tensor, stream: Stream) -> None:
-        """The memory of ``value`` is given to nobody before ``stream`` has passed what is queued on it now."""
+    def record_stream(self, value: Tensor, stream: Stream) -> None:
+        """Keep the memory of ``value`` from being given out before ``stream`` has passed what is queued on it now."""
 
     def room(self, size_bytes: int) -> Tensor:
-        """Pinned host memory for a moment, as bytes; more may be pinned, and is used again."""
+        """Allocate pinned host memory for a moment, as bytes; more may be pinned, and is used again."""
 
     def arena(self, size_bytes: int, streams: Sequence[Stream]) -> Tensor:
-        """Pinned host memory of that size, as bytes, which only these streams copy from and to."""
+        """Allocate pinned host memory of that size, as bytes, which only these streams copy from and to."""
 
     def memory(self) -> DeviceFacts | None:
-        """The device's own; None if nobody knows."""
+        """Return the device's own; None if it is not known."""
 
 
 class CudaEvent:
@@ -111,11 +111,11 @@ class CudaEvent:
         self.event.synchronize()
 
     def passed(self) -> bool:
-        """Whether the device has reached the event."""
+        """Return whether the device has reached the event."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def seconds_since(self, earlier: "CudaEvent") -> float:
-        """Seconds between two timed events that have passed."""
+        """Return the seconds between two timed events that have passed."""
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
@@ -137,14 +137,14 @@ class CudaStreams:
         return torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
 
     def computing(self) -> Stream:
-        """The one that this thread's computations go to."""
+        """Return the stream that this thread's computations go to."""
         return torch.cuda.current_stream(self._device)
 
-    def mark(self, stream: Stream, *, timed: bool = False) -> CudaEvent:
+    def record_event(self, stream: Stream, *, timed: bool = False) -> CudaEvent:
         """Return the point after everything that is queued on ``stream`` now."""
         return CudaEvent(stream, timed=timed)
 
-    def follow(self, stream: Stream, event: Event) -> None:
+    def wait_event(self, stream: Stream, event: Event) -> None:
         """Let what is queued on ``stream`` from now on run after ``event``."""
         assert isinstance(event, CudaEvent)
         stream.wait_event(event.event)
@@ -161,22 +161,22 @@ class CudaStreams:
         with torch.cuda.stream(stream):
             return value.to(self._device, non_blocking=True)
 
-    def take(self, stream: Stream, size_bytes: int) -> Tensor:
-        """Device memory that belongs to ``stream``, as bytes."""
+    def allocate(self, stream: Stream, size_bytes: int) -> Tensor:
+        """Allocate device memory that belongs to ``stream``, as bytes."""
         with torch.cuda.stream(stream):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
-    def keep(self, value: Tensor, stream: Stream) -> None:
-        """The memory of ``value`` is given to nobody before ``stream`` has passed what is queued on it now."""
+    def record_stream(self, value: Tensor, stream: Stream) -> None:
+        """Keep the memory of ``value`` from being given out before ``stream`` has passed what is queued on it now."""
         if value.is_cuda:  # host memory is torch's own care, or was copied at once
             value.record_stream(stream)
 
     def room(self, size_bytes: int) -> Tensor:
-        """Pinned host memory for a moment, as bytes; torch pins a power of two."""
+        """Allocate pinned host memory for a moment, as bytes; torch pins a power of two."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def arena(self, size_bytes: int, streams: Sequence[Stream]) -> Tensor:
-        """Pinned host memory of that size, as bytes, which only these streams copy from and to.
+        """Allocate pinned host memory of that size, as bytes, which only these streams copy from and to.
 
         Raises:
             RuntimeError: the driver does not pin so much.
@@ -190,13 +190,13 @@ class CudaStreams:
         return arena
 
     def _unpin(self, address: int, streams: Sequence[Stream]) -> None:
-        """Nobody has the memory any more, which is still there: let copies end first."""
+        """Unpin memory that is not used any more, but still there: let copies end first."""
         for stream in streams:
-            self.mark(stream).wait()
+            self.record_event(stream).wait()
         _check(_cudart().cudaHostUnregister(address))
 
     def memory(self) -> DeviceFacts:
-        """Bytes of the GPU, without a call to it: it may hang."""
+        """Return the bytes of the GPU, without a call to it: it may hang."""
         found = torch.cuda.get_device_properties(self._device)
         others = min(self._others_bytes, found.total_memory)
         return DeviceFacts(name=str(found.uuid), memory_bytes=found.total_memory, others_bytes=others)
@@ -207,5 +207,5 @@ _check: Any = torch.cuda.check_error
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """The streams of a GPU; None for the CPU, which is done when a call returns."""
+    """Make the streams of a GPU; None for the CPU, which is done when a call returns."""
     return CudaStreams(device) if device.type == "cuda" else None

@@ -43,7 +43,7 @@ class Specialised:
     """its code says everything; False: it refers to sub-graphs"""
 
     def pick(self, arguments: Sequence[Any]) -> list[Tensor]:
-        """Its arguments, from the section's."""
+        """Pick its arguments from the section's."""
         return [arguments[position] for position in self.positions]
 
 
@@ -61,6 +61,7 @@ def specialise(section: GraphModule, arguments: Sequence[Any]) -> Specialised:
             if not isinstance(value, Tensor):
                 known[node] = value
                 continue
+            # A compiler takes two arguments for two tensors, so one tensor is one argument.
             if id(value) not in seen:
                 seen[id(value)] = graph.placeholder(f"a{len(positions)}")
                 positions.append(position)
@@ -94,7 +95,7 @@ class Compiler:
     _compiled: dict[Hashable, Run] = field(default_factory=dict)
 
     def of(self, section: SectionGraph, arguments: Sequence[Any], seeded: Seeded) -> Run:
-        """The section compiled for arguments of this kind; takes the section's own arguments.
+        """Compile the section for arguments of this kind; the result takes the section's own arguments.
 
         One in which a module runs eagerly stays as it is.
         The first time takes as long as the backend does, and two runs more: what it computes is compared.
@@ -180,7 +181,7 @@ def _backend(name: str | Backend) -> Backend:
 
 
 def _drawing_as_eager() -> AbstractContextManager[object]:
-    """In this block, inductor draws as eager code does, and not from a generator of its own."""
+    """Let inductor draw as eager code does in this block, and not from a generator of its own."""
     import torch._inductor.config as inductor
 
     patched: AbstractContextManager[object] = inductor.patch(fallback_random=True)
@@ -207,7 +208,7 @@ def _check(
 
 
 def _difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
-    """Norm of the difference over the norm of what is expected: of all together, since some may be noise around 0.
+    """Return the norm of the difference over that of what is expected: of all together, since some may be noise.
 
     Compilers give zeros where autograd gives nothing.
     """

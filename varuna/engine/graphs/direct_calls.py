@@ -24,7 +24,7 @@ class DirectCall(NamedTuple):
     call: Callable[..., Any] | str
     """a function, or the name of a method of the first argument"""
     most: int
-    """so many positional arguments at most mean the same"""
+    """most positional arguments that mean the same"""
 
 
 DIRECT: dict[Any, DirectCall] = {
@@ -80,7 +80,7 @@ def direct(module: GraphModule) -> GraphModule:
 
 
 def _means_the_same(node: Node, found: DirectCall) -> bool:
-    """Whether its arguments are such that torch reads them as the operator's schema does."""
+    """Return whether its arguments are such that torch reads them as the operator's schema does."""
     if len(node.args) > found.most or "self" in node.kwargs:
         return False
     first = node.args[0] if node.args else None

@@ -19,7 +19,7 @@ _ASKING = (_ATTENTION, _PRODUCT, "aten::lstm")
 
 
 def without_graph(module: GraphModule, arguments: Sequence[object]) -> GraphModule:
-    """A callable that computes without a graph what ``module`` computes with one; ``module`` itself if both agree.
+    """Make what computes without a graph what ``module`` computes with one; ``module`` itself if both agree.
 
     Args:
         module: a section's graph.
@@ -64,7 +64,7 @@ def as_with_graph(name: str, wanted: Sequence[bool], *args: Any, **kwargs: Any) 
 
 
 def _learning(module: GraphModule, given: Mapping[Node, object]) -> set[Node]:
-    """Values of which a gradient will be wanted."""
+    """Find the values of which a gradient will be wanted."""
     learns = {node for node, value in given.items() if isinstance(value, Tensor) and value.requires_grad}
     for node in module.graph.nodes:
         is_cut_off = node.target is torch.ops.aten.detach.default or not _carries(node.meta.get("val"))
@@ -74,14 +74,14 @@ def _learning(module: GraphModule, given: Mapping[Node, object]) -> set[Node]:
 
 
 def _carries(value: object) -> bool:
-    """Whether a gradient can belong to a value."""
+    """Return whether a gradient can belong to a value."""
     if isinstance(value, list | tuple):
         return any(_carries(each) for each in value)
     return not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
 
 
 def _asks(node: Node, learns: set[Node], given: Mapping[Node, object], *, on_gpu: bool) -> bool:
-    """Whether the kernel of an operation may depend on whether a gradient is wanted."""
+    """Return whether the kernel of an operation may depend on whether a gradient is wanted."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     name = node.target._schema.name

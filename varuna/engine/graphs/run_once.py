@@ -53,6 +53,6 @@ def kind_of(argument: Any) -> Hashable:
 
 
 def _varied(value: Tensor) -> Tensor:
-    """A gradient without structure that could hide a difference, the same at every call."""
+    """Make a gradient without structure that could hide a difference, the same at every call."""
     steps = torch.arange(value.numel(), device=value.device, dtype=torch.float32)
     return steps.mul_(0.7).add_(0.1).sin_().to(value.dtype).view(value.shape)

@@ -35,7 +35,7 @@ class Halves:
         arguments: Sequence[Any],
         seeded: Seeded,
     ) -> Run | None:
-        """The section's graph with ``PendingWeights`` as a further first argument; None if it must run whole.
+        """Return the section's graph with ``PendingWeights`` as a further first argument; None if it must run whole.
 
         The first micro-batch of a shape costs two runs more. Sections with equal code and shapes share a verdict.
 
@@ -57,7 +57,7 @@ class Halves:
 
 
 def _agree(whole: Run, halves: Run, arguments: Sequence[Any], seeded: Seeded) -> bool:
-    """Whether both give the same results, and the same gradients of all arguments, bit for bit.
+    """Return whether both give the same results, and the same gradients of all arguments, bit for bit.
 
     Only digests outlive a run, so that no more gradients are in memory than in any B.
     """

@@ -13,7 +13,7 @@ def note_place(error: BaseException, section: SectionGraph, graph: object = None
 
 
 def _line(error: BaseException, module: GraphModule) -> str | None:
-    """The user's line of the operation that failed."""
+    """Find the user's line of the operation that failed."""
     lines: dict[int, int | None] = getattr(module, "_lineno_map", None) or {}
     start, trace, found = getattr(module, "_prologue_start", 0) or 0, error.__traceback__, None
     while trace is not None:

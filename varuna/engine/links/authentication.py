@@ -1,8 +1,8 @@
 """Members of a generation prove to each other that they belong to it, before anything else goes over their links.
 
-Whoever hears what members say to the store can connect as one of them. The manager gives each generation's members, and
-nobody else, a secret; over each pair's own link both send a nonce, and answer the other's with a keyed hash of it. That
-keeps strangers out, and processes of another run or another generation; it hides nothing from who listens.
+A program that hears what members say to the store can connect as one of them. The manager gives a secret to each
+generation's members alone; over each pair's own link both send a nonce, and answer the other's with a keyed hash of it.
+That keeps strangers out, and processes of another run or another generation; it hides nothing from who listens.
 """
 
 import hmac
@@ -27,7 +27,7 @@ def prove(group: Group, *, secret: str, name: str, rank: int, bound_s: float = P
         bound_s: for each of two exchanges.
 
     Raises:
-        RuntimeError: somebody cannot prove it, or says nothing for so long.
+        RuntimeError: a member cannot prove it, or says nothing for ``bound_s``.
     """
     mine = secrets.token_bytes(_BYTES * group.size)
     theirs = _exchange(group, mine, bound_s)
@@ -45,6 +45,7 @@ def prove(group: Group, *, secret: str, name: str, rank: int, bound_s: float = P
 
 
 def _proof(secret: str, name: str, prover: int, asker: int, asked: bytes, own: bytes) -> bytes:
+    # Names both ends and both nonces: a proof cannot be sent back to its maker, nor used with another member.
     text = f"{name}/{prover}/{asker}/".encode() + asked + own
     return hmac.digest(bytes.fromhex(secret), text, "sha256")
 

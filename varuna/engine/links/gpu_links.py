@@ -39,7 +39,7 @@ class Communicator(Protocol):
         """Queue a sum over all members of flat fp32 ``values``, in place; all get the same bits."""
 
     def ready(self) -> bool:
-        """Whether it is connected, and what was asked for last is on its stream.
+        """Return whether it is connected, and what was asked for last is on its stream.
 
         Raises:
             RuntimeError: a peer is gone, or it was aborted.
@@ -55,8 +55,8 @@ class GpuTransport(Protocol):
     def bind(self, interface_host: str) -> None:
         """Use the private interface with this address."""
 
-    def offer(self) -> bytes:
-        """The identity of a new communicator, for all of its members."""
+    def new_identity(self) -> bytes:
+        """Make the identity of a new communicator, for all of its members."""
 
     def connect(self, identity: bytes, rank: int, size: int) -> Communicator:
         """Begin to connect to the other members."""
@@ -72,9 +72,9 @@ class CommGroup(NamedTuple):
 
 
 def comm_groups(plan: Plan, gpus: Sequence[int], *, sums: bool) -> list[CommGroup]:
-    """All communicators of a generation, in the order in which every rank makes those that it is in.
+    """List all communicators of a generation, in the order in which every rank makes those that it is in.
 
-    Links take turns by the parity of their stages, so that pairs of a turn have nobody in common and connect at once.
+    Links take turns by the parity of their stages, so that pairs of a turn have no rank in common and connect at once.
 
     Args:
         plan: of the generation.
@@ -89,6 +89,7 @@ def comm_groups(plan: Plan, gpus: Sequence[int], *, sums: bool) -> list[CommGrou
             for stage in range(parity, plan.pipeline_of(replica).stages - 1, 2):
                 low, high = plan.rank_of(replica, stage), plan.rank_of(replica, stage + 1)
                 if own[low] and own[high]:
+                    # One for each direction: a call blocks its stream until the other end has called.
                     found += [CommGroup(f"{a}>{b}", (a, b), sums=False) for a, b in ((low, high), (high, low))]
     # Where pipelines are divided differently, a rank sums with several sets of others: that goes through hosts.
     for stage in range(plan.stages if sums and plan.replicas > 1 and plan.is_uniform else 0):
@@ -99,7 +100,7 @@ def comm_groups(plan: Plan, gpus: Sequence[int], *, sums: bool) -> list[CommGrou
 
 
 class GpuChannel:
-    """One direction of a link, or the sums of a stage: a communicator with a stream of its own. Calls block."""
+    """A direction of a link, or the sums of a stage: a communicator with a stream of its own. Calls block."""
 
     def __init__(self, communicator: Communicator, peer: int, streams: Streams, ended: Callable[[], bool]) -> None:
         """Begin.
@@ -114,8 +115,8 @@ class GpuChannel:
         self._stream = streams.stream()
 
     def room(self, size_bytes: int) -> Tensor:
-        """Device memory for what arrives, as bytes."""
-        return self._streams.take(self._stream, size_bytes)
+        """Allocate device memory for what arrives, as bytes."""
+        return self._streams.allocate(self._stream, size_bytes)
 
     def connected(self) -> None:
         """Wait for the other members.
@@ -154,9 +155,9 @@ class GpuChannel:
 
     def _pass(self, value: Tensor, bound_s: float) -> None:
         """Wait until the device has finished what was asked for last."""
-        self._streams.keep(value, self._stream)  # an abort frees this thread before it frees the device
+        self._streams.record_stream(value, self._stream)  # an abort frees this thread before it frees the device
         self._until(self._communicator.ready, bound_s, "NCCL to launch")
-        event = self._streams.mark(self._stream)
+        event = self._streams.record_event(self._stream)
         self._until(lambda: self._communicator.ready() and event.passed(), bound_s, "a transfer by NCCL")
 
     def _until(self, passed: Callable[[], bool], bound_s: float, what: str) -> None:
@@ -183,7 +184,7 @@ class GpuLinks:
         self._is_over = False
         self._lock = threading.Lock()
 
-    def hold(self, communicator: Communicator) -> None:
+    def abort_with_others(self, communicator: Communicator) -> None:
         """See that ``communicator`` is aborted with all others.
 
         Raises:
@@ -214,7 +215,7 @@ class GpuLinks:
 
 def connect(
     direct: GpuLinks,
-    fabric: GpuTransport,
+    gpu_transport: GpuTransport,
     streams: Streams,
     *,
     plan: Plan,
@@ -230,7 +231,7 @@ def connect(
 
     Args:
         direct: gets the channels.
-        fabric: of this worker's GPU.
+        gpu_transport: of this worker's GPU.
         streams: of the device.
         plan: of the generation.
         rank: in the grid.
@@ -246,17 +247,18 @@ def connect(
     if device := streams.memory():
         digest = hashlib.blake2b(device.name.encode(), digest_size=8).digest()
         table[rank] = int.from_bytes(digest, "little", signed=True)
+    # One writer for each entry: the sum says which GPU each rank has.
     group.all_reduce(table)
     for comm_group in comm_groups(plan, table.tolist(), sums=sums):
         if rank in comm_group.members:
-            _join(comm_group, comm_group.members.index(rank), direct, fabric, streams, store, ended)
+            _join(comm_group, comm_group.members.index(rank), direct, gpu_transport, streams, store, ended)
 
 
 def _join(
     comm_group: CommGroup,
     place: int,
     direct: GpuLinks,
-    fabric: GpuTransport,
+    gpu_transport: GpuTransport,
     streams: Streams,
     store: Any,
     ended: Callable[[], bool],
@@ -264,13 +266,13 @@ def _join(
     if ended():
         raise RuntimeError("the generation ended while it formed")
     if place == 0:
-        identity = fabric.offer()
+        identity = gpu_transport.new_identity()
         store.set(comm_group.name, identity.hex())
     else:
         store.wait([comm_group.name], timedelta(seconds=FORMING_BOUND_S))
         identity = bytes.fromhex(store.get(comm_group.name).decode())
-    communicator = fabric.connect(identity, place, len(comm_group.members))
-    direct.hold(communicator)
+    communicator = gpu_transport.connect(identity, place, len(comm_group.members))
+    direct.abort_with_others(communicator)
     channel = GpuChannel(communicator, 1 - place, streams, ended)
     channel.connected()
     warm = channel.room(_WARM_BYTES)

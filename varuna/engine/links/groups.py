@@ -21,7 +21,7 @@ _kept: list[GpuLinks] = []
 
 @dataclass
 class Groups:
-    """All groups that one rank needs in one generation."""
+    """The groups that one rank needs in one generation."""
 
     world: Group
     """every member, spares too: activations, sums of tied gradients, state transfers"""
@@ -35,7 +35,7 @@ class Groups:
 
     @property
     def gradients(self) -> Group:
-        """By whose connections gradients of activations go: by other ones than activations.
+        """Group by whose connections gradients of activations go: other ones than those of activations.
 
         A connection carries one message at a time: what asks a peer for the next gradient would wait for an activation
         that is on its way there, and on a slow network the way back would be idle meanwhile.
@@ -46,6 +46,7 @@ class Groups:
     @property
     def compressed(self) -> Compressed:
         """Bytes that this rank has sent compressed, before and after compression."""
+        # One group may serve several sections, and counts once.
         distinct = {id(group): group for group in (self.world, self.grid, *self.sums.values()) if group is not None}
         return reduce(Compressed.plus, (each.compressed for each in distinct.values()), Compressed())
 
@@ -62,7 +63,7 @@ class Groups:
             self.direct.abandon()
 
 
-def form(
+def form_groups(
     store: Any,
     *,
     generation: int,
@@ -91,7 +92,7 @@ def form(
         RuntimeError: a member did not come, or has not proven that it belongs to the generation.
     """
     while _kept:
-        _kept.pop().abandon()  # of an earlier session of this process, which goes on after all
+        _kept.pop().abandon()  # of an earlier session of this process, which has not ended after all
     own: list[Group] = []
 
     def group(name: str, rank: int, size: int, ranks: Sequence[int] | None = None) -> Group:
@@ -112,10 +113,11 @@ def form(
 
     try:
         groups = Groups(group("world", rank, members))
+        # World, grid, sums: in one order on all ranks, since each waits for all of its members.
         if rank < grid and grid > 1:
             groups.grid = group("grid", rank, grid)
             made: dict[tuple[int, ...], Group] = {}
-            for section, ranks in sorted(homes.items()):  # all ranks in this order: nobody waits for who waits for it
+            for section, ranks in sorted(homes.items()):  # one order on all ranks: no circle of waits
                 holders = tuple(ranks)
                 if len(holders) > 1:
                     if holders not in made:

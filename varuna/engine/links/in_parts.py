@@ -18,12 +18,12 @@ Room = Callable[[int], Tensor]
 
 
 def part_bytes_for(lines: int) -> int:
-    """Bytes of a part if a rank has parts of so many lines under way at once; whole pages, so tensors stay aligned."""
+    """Return bytes of a part if a rank has parts of ``lines`` under way at once; whole pages: tensors stay aligned."""
     return max(4096, min(PART_BYTES, STAGING_BYTES // (_AHEAD * max(1, lines)) // 4096 * 4096))
 
 
 def spans_of(size_bytes: int, part_bytes: int) -> Iterator[tuple[int, int]]:
-    """First byte of each part, and the one after its last."""
+    """Yield the first byte of each part, and the one after its last."""
     return ((first, min(size_bytes, first + part_bytes)) for first in range(0, size_bytes, part_bytes))
 
 
@@ -42,6 +42,7 @@ class Outgoing:
             RuntimeError: as ``Work.wait``.
         """
         if not self._free:
+            # The oldest: parts to one peer and tag arrive in the order in which they were sent.
             self._wait_for_one()
         room = self._free.popleft()
         part = room[:size_bytes]
@@ -74,13 +75,14 @@ class Incoming:
         for size_bytes in sizes_bytes[:_AHEAD]:
             self._ask(room(size_bytes))
 
-    def take(self, use: Callable[[Tensor], object]) -> None:
+    def take_part(self, use: Callable[[Tensor], object]) -> None:
         """Wait for the next part; once ``use`` returns, its memory gets another one.
 
         Raises:
             RuntimeError: as ``Work.wait``.
         """
         room, work = self._coming.popleft()
+        # Only then is the next one asked for: it comes into the memory that ``use`` has read.
         use(work.wait())
         if self._sizes:
             self._ask(room)

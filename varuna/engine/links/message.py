@@ -1,5 +1,8 @@
 """Messages on a link: the tensors of one cut as one contiguous message, and the digests of the samples.
 
+    whole      | tensor 0 | pad | tensor 1 | pad | rows, samples | digest of each example | stamp |
+    by itself  body, on the device: | tensor 0 | pad | ...       header: | rows, samples | digests | stamp |
+
 Both ends know the layout from the plan and the number of examples, so nothing is negotiated.
 """
 
@@ -25,19 +28,19 @@ class Packed(NamedTuple):
     """A message that is ready to be sent, or will be."""
 
     buffer: Tensor
-    """bytes in host memory; nobody looks at them before they are ready"""
+    """bytes in host memory, which may be read once they are ready"""
     ready: Ready
     body: Tensor | None = None
-    """bytes in device memory, of a message whose tensors travel apart"""
+    """bytes in device memory, of a message whose tensors travel by themselves"""
 
     def whole(self) -> Tensor:
-        """The buffer; blocks until it is ready."""
+        """Return the buffer; block until it is ready."""
         self.ready.wait()
         return self.buffer
 
 
 class DeviceMessage(NamedTuple):
-    """The arrived parts of a message whose tensors travel apart."""
+    """The arrived parts of a message whose tensors travel by themselves."""
 
     header: Tensor
     """bytes in host memory: the digests"""
@@ -72,6 +75,7 @@ class Layout:
     @cached_property
     def offsets_bytes(self) -> list[int]:
         """Start of each tensor, then the start of the digests, then the end."""
+        # By ``examples``, not ``rows``: the digests' place must be known before the message says how many rows it has.
         offsets, alignment = [0], _DEVICE_ALIGNMENT_BYTES if self.apart else _ALIGNMENT_BYTES
         for crossing in self.crossings:
             size = torch.Size(crossing.shape(self.examples, self.sizes)).numel() * crossing.dtype.itemsize
@@ -86,7 +90,7 @@ class Layout:
 
     @property
     def body_bytes(self) -> int:
-        """Length of what travels apart: 0, or at least 1."""
+        """Length of the body, in bytes, if tensors travel by themselves: at least 1; else 0."""
         return max(self.offsets_bytes[-2], 1) if self.apart else 0
 
     def pack(
@@ -104,6 +108,7 @@ class Layout:
             copies: they go by.
             there: what is there of the samples, in front of the digests. Default: all.
         """
+        # Without a body of their own, tensors are packed into the one buffer that is sent.
         body = copies.room(self.body_bytes or self.size_bytes)
         buffer = torch.empty(self.size_bytes, dtype=torch.uint8) if self.apart else body
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -111,6 +116,7 @@ class Layout:
             target = self._view(body, crossing, start)
             value = values.get(crossing.name)
             if value is None and not self.apart:
+                # A gradient that no later stage made: the receiver's B needs one of the right shape.
                 target.zero_()
             else:
                 value = torch.zeros_like(target) if value is None else value
@@ -121,12 +127,12 @@ class Layout:
         if self.digests:
             told = (*(there or There(self.examples, self.examples)), *(digests or [0] * self.examples))
             self._digest_view(buffer).copy_(torch.tensor(told, dtype=torch.int64))
-        return Packed(buffer, copies.down(pairs), body if self.apart else None)
+        return Packed(buffer, copies.copy_to_host(pairs), body if self.apart else None)
 
     def unpack(self, arrived: Tensor | DeviceMessage, copies: HostCopies = CPU_COPIES) -> dict[str, Tensor]:
         """Return the tensors that have arrived, by crossing name: views into the message, or copies on a GPU."""
         buffer = arrived.body if isinstance(arrived, DeviceMessage) else arrived
-        return copies.up(
+        return copies.copy_to_device(
             {
                 crossing.name: self._view(buffer, crossing, start)
                 for crossing, start in zip(self.crossings, self.offsets_bytes, strict=False)
@@ -134,7 +140,7 @@ class Layout:
         )
 
     def digests_of(self, arrived: Tensor | DeviceMessage) -> list[int]:
-        """The digests that ``pack`` was given; all 0 if the sender reads no inputs."""
+        """Return the digests that ``pack`` was given; all 0 if the sender reads no inputs."""
         return self._told(arrived)[len(There._fields) :]
 
     def there(self, arrived: Tensor | DeviceMessage) -> There:
@@ -156,5 +162,6 @@ class Layout:
 
     def _digest_view(self, buffer: Tensor) -> Tensor:
         start, end = self.offsets_bytes[-2:]
+        # A header of its own begins with what follows the tensors in a whole message.
         start, end = (0, end - start) if self.apart else (start, end)
         return buffer[start:end].view(torch.int64)

@@ -91,7 +91,7 @@ class NcclCommunicator:
 
 @contextmanager
 def _reported() -> Iterator[None]:
-    """The binding's errors have no base of their own."""
+    """Raise the binding's errors, which have no base of their own, as ``RuntimeError``."""
     try:
         yield
     except RuntimeError:
@@ -101,7 +101,7 @@ def _reported() -> Iterator[None]:
 
 
 class Nccl:
-    """A ``gpu_links.Fabric`` of one GPU."""
+    """A ``gpu_links.GpuTransport`` of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         """Load the binding.
@@ -112,17 +112,17 @@ class Nccl:
         self._device, self._core = device, load()
 
     def bind(self, interface_host: str) -> None:
-        """Before the first communicator: NCCL reads this once. ``NCCL_SOCKET_IFNAME`` as the user set it stays."""
+        """Set the interface, before the first communicator: NCCL reads it once. The user's own setting stays."""
         if name := interface_with(interface_host):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
-    def offer(self) -> bytes:
-        """See ``gpu_links.Fabric``."""
+    def new_identity(self) -> bytes:
+        """See ``gpu_links.GpuTransport``."""
         with _reported():
             return bytes(self._core.get_unique_id())
 
     def connect(self, identity: bytes, rank: int, size: int) -> NcclCommunicator:
-        """See ``gpu_links.Fabric``."""
+        """See ``gpu_links.GpuTransport``."""
         core = self._core
         with torch.cuda.device(self._device), _reported():
             communicator = core.Communicator.init(
@@ -132,7 +132,7 @@ class Nccl:
 
 
 def interface_with(address: str) -> str | None:
-    """The name of the network interface that has an IPv4 address; None if none has."""
+    """Return the name of the network interface that has an IPv4 address; None if none has."""
     try:
         wanted = socket.inet_aton(socket.gethostbyname(address))
     except OSError:

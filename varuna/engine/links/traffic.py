@@ -19,13 +19,13 @@ class DirectCopies(StreamCopies):
 
     def room(self, size_bytes: int) -> Tensor:
         """Allocate device memory."""
-        return self._streams.take(self._down, size_bytes)
+        return self._streams.allocate(self._down, size_bytes)
 
-    def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors, which have arrived; their memory stays until what computes with them is through."""
+    def copy_to_device(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the same tensors, which have arrived; their memory stays until computations with them are through."""
         computing = self._streams.computing()
         for value in values.values():
-            self._streams.keep(value, computing)
+            self._streams.record_stream(value, computing)
         return dict(values)
 
 
@@ -41,8 +41,8 @@ class TransferPaths(NamedTuple):
     saves: HostCopies = CPU_COPIES
     """state on its way into a checkpoint"""
     direct: HostCopies = CPU_COPIES
-    """copies of messages on links that go by ``fabric``"""
-    fabric: GpuTransport | None = None
+    """copies of messages on links that go by ``gpu_transport``"""
+    gpu_transport: GpuTransport | None = None
     """transport from this device to others without the host, where it may"""
     optimizer: HostCopies = CPU_COPIES
     """offloaded optimizer state"""
@@ -62,14 +62,14 @@ def traffic_of(device: torch.device, links: Links = "host", *, compresses: bool 
     Raises:
         UsageError: there is no NCCL for such links.
     """
-    fabric = Nccl(device) if links == "nccl" and device.type == "cuda" else None
-    return traffic_over(streams_of(device), fabric)._replace(compresses=compresses)
+    gpu_transport = Nccl(device) if links == "nccl" and device.type == "cuda" else None
+    return traffic_over(streams_of(device), gpu_transport)._replace(compresses=compresses)
 
 
-def traffic_over(streams: Streams | None, fabric: GpuTransport | None = None) -> TransferPaths:
+def traffic_over(streams: Streams | None, gpu_transport: GpuTransport | None = None) -> TransferPaths:
     """Return the traffic over ``streams``."""
     if streams is None:
         return TransferPaths()
     links, sums, saves, optimizer, stash, state, frozen = (StreamCopies(streams) for _ in range(7))
-    direct = CPU_COPIES if fabric is None else DirectCopies(streams)
-    return TransferPaths(links, sums, streams, saves, direct, fabric, optimizer, stash, state, frozen)
+    direct = CPU_COPIES if gpu_transport is None else DirectCopies(streams)
+    return TransferPaths(links, sums, streams, saves, direct, gpu_transport, optimizer, stash, state, frozen)

@@ -21,17 +21,17 @@ STAMP_BYTES = _STAMP.size
 WINDOW = 32
 """Messages of which the fastest counts: it has waited for no other one."""
 KEPT = 4096
-"""Trips that are kept until somebody takes them: then the oldest are forgotten."""
+"""Most trips that wait to be taken: beyond, the oldest are forgotten."""
 
 
-class Trip(NamedTuple):
+class ArrivalTimes(NamedTuple):
     """A message that waited for no other one, one way; means of both directions."""
 
     size_bytes: float
     seconds: float
 
 
-_NONE = Trip(0.0, inf)
+_NONE = ArrivalTimes(0.0, inf)
 
 
 class Trips:
@@ -39,8 +39,8 @@ class Trips:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._came: deque[Trip] = deque(maxlen=WINDOW)  # the newest messages, by both clocks
-        self._found: deque[Trip] = deque(maxlen=KEPT)
+        self._came: deque[ArrivalTimes] = deque(maxlen=WINDOW)  # the newest messages, by both clocks
+        self._found: deque[ArrivalTimes] = deque(maxlen=KEPT)
 
     def stamp(self, message: Tensor) -> None:
         """Write into a message, which is about to be sent, what the other end will want to know."""
@@ -48,7 +48,7 @@ class Trips:
         said = _STAMP.pack(time.monotonic(), fastest.seconds, fastest.size_bytes)
         message[-STAMP_BYTES:] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
 
-    def came(self, message: Tensor, size_bytes: int, at_s: float) -> None:
+    def note_arrival(self, message: Tensor, size_bytes: int, at_s: float) -> None:
         """Read what a message says.
 
         Args:
@@ -58,15 +58,16 @@ class Trips:
         """
         sent_s, there_s, there_bytes = _STAMP.unpack(message[-STAMP_BYTES:].numpy().tobytes())
         with self._lock:
-            self._came.append(Trip(size_bytes, at_s - sent_s))
+            self._came.append(ArrivalTimes(size_bytes, at_s - sent_s))
         here = self._fastest()
         if not isinf(there_s):
-            self._found.append(Trip((here.size_bytes + there_bytes) / 2, max(0.0, here.seconds + there_s) / 2))
+            # Each way is off by the difference of the clocks, with opposite signs: it cancels in the mean.
+            self._found.append(ArrivalTimes((here.size_bytes + there_bytes) / 2, max(0.0, here.seconds + there_s) / 2))
 
-    def take(self) -> list[Trip]:
-        """All that was found since the last call."""
+    def drain(self) -> list[ArrivalTimes]:
+        """Take all that was found since the last call."""
         return [self._found.popleft() for _ in range(len(self._found))]
 
-    def _fastest(self) -> Trip:
+    def _fastest(self) -> ArrivalTimes:
         with self._lock:
             return min(self._came, key=lambda each: each.seconds, default=_NONE)

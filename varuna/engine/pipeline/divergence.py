@@ -65,6 +65,7 @@ def check_replicas(
     """
     odd = [i for i in range(plan.micro_batches) if not math.isfinite(vector[layout.micro_batch(i)])]
     for replica in range(plan.replicas):
+        # In a pipeline of several ranks any may have made the losses odd, so none is blamed.
         if len(odd) < _TELLING or odd != list(plan.micro_batches_of(replica)) or len(plan.ranks_of(replica)) > 1:
             continue
         other = plan.rank_of(replica, 0)
@@ -113,8 +114,10 @@ def check_written(
     more = vector[layout.flag("written")] - mark * ranks
     if not more:
         return
+    # If one rank r wrote w where the others wrote m: more = w - m, and rest - m * (1 + ... + D P) = (w - m) (r + 1).
     numbered, rest = ranks * (ranks + 1) / 2, vector[layout.flag("written_by")]
     odd = (rest - mark * numbered) / more - 1
+    # The other way round: this rank wrote m, and all others the same w.
     if ranks > 2 and (rest - mark * numbered) * (ranks - 1) == more * (numbered - rank - 1):
         differing = f"this worker, rank {rank}, differs from all others"
     else:
@@ -129,5 +132,5 @@ def check_written(
 
 
 def is_finite(totals: StepTotals) -> bool:
-    """Whether a step's loss and the norm of its gradients are numbers."""
+    """Return whether a step's loss and the norm of its gradients are numbers."""
     return math.isfinite(totals.loss) and math.isfinite(totals.grad_norm)

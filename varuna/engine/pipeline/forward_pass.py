@@ -1,8 +1,10 @@
 """F of one rank's micro-batches, in training and in evaluation: what it begins with, and where its results go.
 
 samples (loader) ---------+
-                          +--> take --> sections of the stage --> hand_on to the next stage, or
-activation (link, inbox) -+                                       sums of the loss
+                          +--> take_inputs --> sections of the stage --> hand_on to the next stage, or
+activation (link, inbox) -+                                              sums of the loss
+
+Steps and micro-batches are the run's: keys in the inbox are (kind, step, number within the global batch).
 """
 
 import time
@@ -66,7 +68,7 @@ class Variants:
         """graphs"""
         self._tell = bool(model.telling_keys)
 
-    def note(self, step: int, micro_batch: int, batch: MicroBatch) -> None:
+    def note_samples(self, step: int, micro_batch: int, batch: MicroBatch) -> None:
         """Note what is told of a micro-batch whose samples have been read.
 
         Raises:
@@ -78,16 +80,16 @@ class Variants:
             found = () if sizes is None else sizes.of(batch.tensors, batch.indices)
             self._known[step, micro_batch] = ToldBySamples(variant, found)
 
-    def told(self, step: int, micro_batch: int) -> ToldBySamples:
+    def told_by_samples(self, step: int, micro_batch: int) -> ToldBySamples:
         """Return what is told of a micro-batch, once its samples have been read."""
         return self._known[step, micro_batch] if self._tell else _NOTHING
 
     def of(self, step: int, micro_batch: int) -> int:
-        """Index into the model's graphs, once the samples have been read."""
-        return self.told(step, micro_batch).variant
+        """Return the index into the model's graphs, once the samples have been read."""
+        return self.told_by_samples(step, micro_batch).variant
 
     def first_unread(self, step: int, micro_batches: Sequence[int]) -> int | None:
-        """The first of these whose samples have not been read, or could not be."""
+        """Return the first of these whose samples have not been read, or could not be; None: all have."""
         return next((micro_batch for micro_batch in micro_batches if (step, micro_batch) not in self._known), None)
 
     def are_known(self, step: int, micro_batches: Sequence[int]) -> bool:
@@ -100,7 +102,7 @@ class Variants:
             return True
         try:
             self._inbox.pause(lambda: self.first_unread(step, micro_batches) is None)
-        except (GenerationEnded, LinkError):  # the training thread is told too
+        except (GenerationEnded, LinkError):  # the training thread is told, too
             return False
         return True
 
@@ -130,33 +132,35 @@ class Layouts:
     variants: Variants
     """tell the variant that a micro-batch is for"""
     apart: Collection[int]
-    """sections into which values travel apart from their header"""
+    """sections into which values travel by themselves, without their header"""
     _made: dict[tuple[int, ToldBySamples, int, int | None, bool], Layout] = field(
         default_factory=dict, repr=False, compare=False
     )
     """by section, what samples told, examples, and whether they are of gradients: a step needs few, each many times"""
 
     def activation_in(self, step: int, micro_batch: int, rows: int | None = None) -> Layout:
-        """Layout of what the previous stage sends."""
+        """Return the layout of what the previous stage sends."""
         return self._into(self.sections.start, step, micro_batch, rows)
 
     def activation_out(self, step: int, micro_batch: int, rows: int | None = None) -> Layout:
-        """Layout of what is sent to the next stage."""
+        """Return the layout of what is sent to the next stage."""
         return self._into(self.sections.stop, step, micro_batch, rows)
 
     def gradient_in(self, step: int, micro_batch: int, rows: int | None = None) -> Layout:
-        """Layout of what the next stage sends back."""
+        """Return the layout of what the next stage sends back."""
         return self._into(self.sections.stop, step, micro_batch, rows, gradients=True)
 
     def gradient_out(self, step: int, micro_batch: int, rows: int | None = None) -> Layout:
-        """Layout of what is sent back to the previous stage."""
+        """Return the layout of what is sent back to the previous stage."""
         return self._into(self.sections.start, step, micro_batch, rows, gradients=True)
 
     def _into(self, section: int, step: int, micro_batch: int, rows: int | None, *, gradients: bool = False) -> Layout:
-        told, examples = self.variants.told(step, micro_batch), len(self.plan.samples_of(micro_batch))
+        told, examples = self.variants.told_by_samples(step, micro_batch), len(self.plan.samples_of(micro_batch))
+        # A full micro-batch has the layout of rows=None: one key for both.
         rows = None if rows == examples or self.graphs[told.variant].sizes is not None else rows
         key = (section, told, examples, rows, gradients)
         if key not in self._made:
+            # Oldest first: with open sizes nearly every micro-batch may have a layout of its own.
             while len(self._made) >= _REMEMBERED:
                 self._made.pop(next(iter(self._made)))
             crossings = self.graphs[told.variant].split.crossings[section]
@@ -242,6 +246,7 @@ class ForwardPass:
         self._work_of = work_of or (lambda step: mine)
         self._most, self._stages, self._first_step = len(mine), pipeline.stages, steps.start
         self._graphs, self.variants = model.graphs, Variants(model, inbox)
+        # Sorting by length pays where stages wait for each other; other policies keep the order of the samples.
         self._orders = purpose.trains and self.variants.several and plan.policy == "adaptive" and pipeline.stages > 1
         self.whole = GlobalCounts(model, buffers, plan, rank, inbox, may_miss=source.may_miss)
         # The user's weight may want any input.
@@ -250,11 +255,14 @@ class ForwardPass:
             None if k == last and weight is not None else model.keys_of(pipeline.sections_of(k))
             for k in range(last + 1)
         ]
+        # With one stage that reads samples there is nothing to compare digests with.
         self._keys, self._compared = keys[stage.index], sum(each is None or bool(each) for each in keys) > 1
         reads, ahead = self._keys is None or bool(self._keys), self.whole.ahead if purpose.trains else 0
+        # The order is known once all lengths of the step are, so all of it must be read before its first F.
         ahead = max(ahead, self._most if self._orders else 0)
         self._loader = Loader(source, deliver=self._deliver, lookahead=SAMPLES_AHEAD + ahead) if reads else None
         direct = groups.direct if purpose.trains else GpuLinks()
+        # A cut is named by the section that begins behind it: into this stage by its first, out of it by its stop.
         ends = (rank - 1, stage.sections.start), (rank + 1, stage.sections.stop)
         apart = frozenset(section for peer, section in ends if peer in direct.sends)
         self.layouts = Layouts(plan, stage.sections, model.graphs, self.variants, apart)
@@ -267,6 +275,7 @@ class ForwardPass:
         if stage.index > 0:
             expected = self.expected(self._activation, self.layouts.activation_in, self.order_of, steps)
             name, channel = self.link_name(rank - 1), direct.receives.get(rank - 1)
+            # Stages of a replica have consecutive ranks: neighbours are rank - 1 and rank + 1 (``Plan.rank_of``).
             where = (groups.world, rank - 1, purpose.tag, inbox, name)
             self.upstream = Receiver(*where, expected, self._copies, channel, trips=self.trips_up)
         if not stage.is_last:
@@ -275,16 +284,16 @@ class ForwardPass:
             self.downstream = Sender(*where, channel, trips=self.trips_down)
 
     def link_name(self, peer: int) -> str:
-        """Name of the link with a neighbour, for errors."""
+        """Name the link with a neighbour, for errors."""
         stage = self._stage.index + peer - self._rank
         return f"of rank {self._rank} with rank {peer} (stage {stage}){self._purpose.name}"
 
     def _is_ordered(self, step: int) -> bool:
-        """Whether the step's order depends on lengths: not the first one's, which begins as soon as one is known."""
+        """Return whether lengths decide on the step's order; not the first's, which begins as soon as one is known."""
         return self._orders and step > self._first_step
 
     def order_of(self, step: int) -> Sequence[int]:
-        """Micro-batches of a step on this rank in the order of their forwards; the same on all stages."""
+        """Return the micro-batches of a step on this rank in the order of their forwards; the same on all stages."""
         mine = self._work_of(step)
         if not self._is_ordered(step):
             return mine
@@ -317,13 +326,14 @@ class ForwardPass:
     def expected(
         self, kind: str, layout: Callable[[int, int], Layout], order: Callable[[int], Sequence[int]], steps: range
     ) -> Iterator[Expected | None]:
-        """Key and sizes of each message of a link, as ``Receiver`` wants them; waits for lengths that samples tell.
+        """Yield key and sizes of each message of a link, as ``Receiver`` wants them; wait for what samples tell of it.
 
         What is not known yet may be told only once earlier messages have come: samples of the step after the next are
         not read before the next begins.
         """
         for step in steps:
             needed = self._work_of(step) if self._is_ordered(step) else ()
+            # None first: the receiver then takes what is on its way already, and only then waits for samples.
             if not self.variants.are_known(step, needed):
                 yield None
                 if not self.variants.wait(step, *needed):
@@ -337,7 +347,7 @@ class ForwardPass:
                 yield (kind, step, micro_batch), message.size_bytes, message.body_bytes
 
     def copies_of(self, layout: Layout) -> HostCopies:
-        """The copies that messages of this layout go by."""
+        """Return the copies that messages of this layout go by."""
         return self._stage.job.traffic.direct if layout.apart else self._copies
 
     def waited(self, seconds: float) -> None:
@@ -347,7 +357,7 @@ class ForwardPass:
 
     @property
     def steps_ahead(self) -> int:
-        """For so many steps samples should be requested, so that all who can read do."""
+        """Number of steps for which samples should be requested, so that all reader processes have work."""
         return 1 if self._loader is None else max(1, -(-self._loader.at_once // max(1, self._most)))
 
     def request(self, step: int, first: int = 0) -> None:
@@ -360,21 +370,21 @@ class ForwardPass:
         found: MicroBatch | BaseException = batch
         if isinstance(batch, MicroBatch):
             try:
-                self.variants.note(step, micro_batch, batch)
+                self.variants.note_samples(step, micro_batch, batch)
                 if self._purpose.trains:
-                    self.whole.note(step, micro_batch, batch)
+                    self.whole.count_micro_batch(step, micro_batch, batch)
             except Exception as error:  # noqa: BLE001 - for the thread that needs it; a silent loader would hang it
                 found = error
         if self._purpose.trains and isinstance(found, BaseException):
-            self.whole.note(step, micro_batch, found)
+            self.whole.count_micro_batch(step, micro_batch, found)
         self._inbox.put((self._batch, step, micro_batch), found)
 
     def has_samples(self, step: int, micro_batch: int) -> bool:
-        """Whether the samples are there, or none are needed."""
+        """Return whether the samples are there, or none are needed."""
         return self._loader is None or self._inbox.has((self._batch, step, micro_batch))
 
     def has_input(self, step: int, micro_batch: int) -> bool:
-        """Whether F can run, or must, to raise what was wrong with the samples."""
+        """Return whether F can run, or must, to raise what was wrong with the samples."""
         if self._loader is not None:
             samples = (self._batch, step, micro_batch)
             if not self._inbox.has(samples):
@@ -383,7 +393,7 @@ class ForwardPass:
                 return True  # the activation may never come, since its length follows from samples
         return self._stage.index == 0 or self._inbox.has((self._activation, step, micro_batch))
 
-    def take(self, step: int, micro_batch: int) -> Arrived:
+    def take_inputs(self, step: int, micro_batch: int) -> Arrived:
         """Wait for what F of a micro-batch begins with.
 
         Raises:
@@ -394,6 +404,7 @@ class ForwardPass:
         stage, batch = self._stage, None
         if self._loader is not None:
             batch = self._here(self._batch, "samples", step, micro_batch, ())
+            # The loader counts those that are not taken: from here on it may deliver one more.
             self._loader.taken()
         read = len(self._plan.samples_of(micro_batch))
         values, digests, there = dict[str, Tensor](), list[int](), There(read, read)
@@ -401,10 +412,12 @@ class ForwardPass:
             there = There(rows_in(batch.tensors), self._model.samples_in(batch.tensors))
         if stage.index > 0:
             buffer = self._here(self._activation, "activation", step, micro_batch, (self._rank - 1,))
+            # Twice: the header has its place whatever the rows, and says how many rows the tensors behind it have.
             there = self.layouts.activation_in(step, micro_batch).there(buffer)
             layout = self.layouts.activation_in(step, micro_batch, there.rows)
             values, digests = layout.unpack(buffer, self.copies_of(layout)), layout.digests_of(buffer)
             if batch is not None and any(digests):
+                # Digests may come from any stage before this one; the rank of stage 0 stands for them.
                 first = self._rank - stage.index
                 verify_digests(batch, digests, who=f"an earlier stage (below stage {stage.index})", rank=first)
         if batch is not None:
@@ -418,8 +431,9 @@ class ForwardPass:
         return self._inbox.take((key, step, micro_batch), describe)
 
     def _examples(self, step: int, micro_batch: int, batch: MicroBatch | None, there: There) -> Examples:
-        told = self.variants.told(step, micro_batch)
+        told = self.variants.told_by_samples(step, micro_batch)
         graph = self._graphs[told.variant]
+        # One stage of a replica checks for all: the others get the same samples.
         if batch is not None and self._stage.index == 0:
             check_conditions(graph.conditions, batch.tensors, batch.indices, self._buffers)
         given = dict(self.whole.numbers(told.variant, there.samples))
@@ -427,7 +441,9 @@ class ForwardPass:
             check_inputs(graph.inputs, batch.tensors, batch.indices)
             check_ranges(graph.ranges, batch.tensors, batch.indices)
             given.update(of_samples(batch.tensors))
-        return Examples(self._copies.up(given) if given else {}, there.rows, told.variant, told.sizes, there.samples)
+        return Examples(
+            self._copies.copy_to_device(given) if given else {}, there.rows, told.variant, told.sizes, there.samples
+        )
 
     def hand_on(self, step: int, micro_batch: int, values: Mapping[str, Tensor], arrived: Arrived) -> None:
         """Send what crosses into the next stage."""

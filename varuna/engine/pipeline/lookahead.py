@@ -20,34 +20,34 @@ from varuna.schedule.actions import Action
 
 
 class Lookahead(Protocol):
-    """Told of every action and every wait of a step, in order."""
+    """Record of the actions and waits of a step, which is told of each, in order."""
 
     times_sections: bool
     """whether the seconds of each action within the stage's sections are known even if that costs something"""
 
     def begin(self, step: int, begin_s: float) -> None:
-        """The actions of a step begin, which itself began at ``begin_s``."""
+        """Note that the actions of a step begin, which itself began at ``begin_s``."""
 
     def waited(self, awaited: Action) -> None:
-        """The training thread had nothing to do until something for ``awaited`` came."""
+        """Note that the training thread had nothing to do until something for ``awaited`` came."""
 
-    def acting(self) -> None:
-        """An action begins."""
+    def begin_action(self) -> None:
+        """Note that an action begins."""
 
     def computing(self) -> None:
-        """Its sections begin."""
+        """Note that its sections begin."""
 
     def computed(self) -> None:
-        """The last operation of its sections is launched."""
+        """Note that the last operation of its sections is launched."""
 
-    def acted(self, action: Action) -> None:
-        """Its last operation is launched; returns once the device is through with the action before."""
+    def end_action(self, action: Action) -> None:
+        """Note that its last operation is launched; return once the device is through with the action before."""
 
     def finish(self) -> StepTimes:
-        """Wait until the device is through with the last action; what the step took, in ``time.monotonic``."""
+        """Wait until the device is through with the last action; return the step's times by ``time.monotonic``."""
 
     def close(self) -> None:
-        """Let a thread of it end."""
+        """Let its thread end, if it has one."""
 
 
 class HostLookahead:
@@ -56,34 +56,34 @@ class HostLookahead:
     times_sections = True
 
     def begin(self, step: int, begin_s: float) -> None:
-        """The actions begin now."""
+        """Note that the actions begin now."""
         self._step, self._begin_s, self._now_s = step, begin_s, time.monotonic()
         self._actions: list[Interval] = []
         self._waits: list[Interval] = []
 
     def waited(self, awaited: Action) -> None:
-        """The wait ends now."""
+        """Note that the wait ends now."""
         since_s, self._now_s = self._now_s, time.monotonic()
         self._waits.append(interval_of(awaited, since_s, self._now_s))
 
-    def acting(self) -> None:
-        """The time of choosing an action counts with it."""
+    def begin_action(self) -> None:
+        """Do nothing: the time of choosing an action counts with it."""
 
     def computing(self) -> None:
-        """The sections begin now."""
+        """Note that the sections begin now."""
         self._computing_s = time.monotonic()
 
     def computed(self) -> None:
-        """The sections end now."""
+        """Note that the sections end now."""
         self._inside_s = time.monotonic() - self._computing_s
 
-    def acted(self, action: Action) -> None:
-        """The action ends now."""
+    def end_action(self, action: Action) -> None:
+        """Note that the action ends now."""
         since_s, self._now_s = self._now_s, time.monotonic()
         self._actions.append(interval_of(action, since_s, self._now_s, self._inside_s))
 
     def finish(self) -> StepTimes:
-        """The times of the step."""
+        """Return the times of the step."""
         return StepTimes(self._step, self._begin_s, self._now_s, tuple(self._actions), tuple(self._waits))
 
     def close(self) -> None:
@@ -112,11 +112,12 @@ class DeviceLookahead:
         self._origin: tuple[Event, float] | None = None  # a passed event, and when it was passed
 
     def begin(self, step: int, begin_s: float) -> None:
-        """The step begins on the device once it is through with the update of the one before."""
+        """Mark the begin of the step on the device: once that is through with the update of the one before."""
         self._step, self._waits, self._sections = step, False, list[Event]()
         self._noted: list[Noted] = []
         self._started = self._mark()
         if self._origin is None:
+            # Events know only distances: one moment of the host's clock, taken when one has passed, places all others.
             self._watch.submit(("started", step), self._started.wait)
             self._inbox.take(
                 ("started", step),
@@ -128,12 +129,12 @@ class DeviceLookahead:
         """Note that the device was idle; for how long is known after the next action."""
         self._waits = True
 
-    def acting(self) -> None:
-        """An action begins once the device is through with what is queued."""
+    def begin_action(self) -> None:
+        """Mark the begin of an action: once the device is through with what is queued."""
         self._began = self._mark()
 
     def computing(self) -> None:
-        """Mark the begin of the sections, if anybody wants to know."""
+        """Mark the begin of the sections, if sections are timed."""
         self._sections = [self._mark()] if self.times_sections else []
 
     def computed(self) -> None:
@@ -141,11 +142,12 @@ class DeviceLookahead:
         if self._sections:
             self._sections.append(self._mark())
 
-    def acted(self, action: Action) -> None:
+    def end_action(self, action: Action) -> None:
         """Wait until the action before is done, in the inbox, so that the end of a generation ends it."""
         sections = (self._sections[0], self._sections[1]) if self._sections else None
         noted = Noted(action, self._began, self._mark(), self._waits, sections)
         self._watch.submit(("passed", self._step, len(self._noted)), noted.ended.wait)
+        # The action before this one, not this one: so the device always has the next one queued.
         if self._noted:
             self._pass(len(self._noted) - 1)
         self._noted.append(noted)
@@ -165,7 +167,7 @@ class DeviceLookahead:
         self._watch.close()
 
     def _mark(self) -> Event:
-        return self._streams.mark(self._streams.computing(), timed=True)
+        return self._streams.record_event(self._streams.computing(), timed=True)
 
     def _pass(self, number: int) -> None:
         action, step = self._noted[number].action, self._step  # other threads may ask when this wait is over

@@ -1,4 +1,17 @@
-"""End of a step: reduction over replicas per section, tied gradients in section order, and the vote."""
+"""End of a step: reduction over replicas per section, tied gradients in section order, and the vote.
+
+training thread              thread "reduction", one after another    thread "vote"
+last B of section s -------> losses (last section), statistics,
+(the last section first)     all-reduce of its sums over its homes
+B's of sections before s     (meanwhile)
+finish(step) --------------> tied parameters, if other ranks share any
+  waits for all of it
+cast_vote, vote(step) ------------------------------------------> all-reduce over all ranks of the grid
+  waits: the step is committed
+
+Threads put results into the inbox under (kind, step, section); waits there have bounds. Ranks of the grid are those of
+``Plan.rank_of``; a section's homes are the ranks that run it, by replica.
+"""
 
 import time
 from collections import deque
@@ -18,15 +31,16 @@ from varuna.engine.base.spans import span
 from varuna.engine.base.transport import Group
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.host_copies import Ready
-from varuna.engine.links.carry import Carry
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.in_parts import Incoming, Outgoing, part_bytes_for, spans_of
 from varuna.engine.links.links import Courier
+from varuna.engine.links.transfer_time import TransferTime
 from varuna.engine.stage.cross_stage import StageExchange
 from varuna.engine.stage.stage import Stage
 
 TIED_TAG = 1_000_000
-"""Of messages with the sums of the first section that uses the first tied parameter; each of each has its own."""
+"""Tag of messages with the sums of the first section that uses the first tied parameter; each section of each
+parameter has a tag of its own."""
 _REMEMBERED = 256
 
 
@@ -42,10 +56,12 @@ class Reducer:
         self._copies = stage.job.traffic.sums
         self._homes = {section: _others(plan.homes_of(section), rank) for section in stage.sections}
         self._others = tuple(r for r in range(plan.workers) if r != rank)
+        # Two threads: sums over the grid (counts, the vote) wait for all ranks, reductions for this stage's replicas
+        # only.
         self._courier = Courier(inbox, "reduction")
         self._votes = Courier(inbox, "vote")
         self._room = torch.empty(0)
-        self.reductions: deque[Carry] = deque(maxlen=_REMEMBERED)
+        self.reductions: deque[TransferTime] = deque(maxlen=_REMEMBERED)
         """the newest all-reduces, from device to device, waits for the other replicas included"""
 
     @cached_property
@@ -60,10 +76,12 @@ class Reducer:
         """Note that the section's last backward is done, so that its sums may be reduced."""
         flat = self._stage.buckets[section].flat
         group = self._groups.sums.get(section)
+        # The last section is done first, so its losses leave before any sum: a survivor needs them with the sums.
         if self._shares_losses and section == self._stage.sections[-1]:
             self._share_losses(step)
-        if self._stage.statistics.has(section):  # first: whoever has the total has all statistics, too
+        if self._stage.statistics.has(section):  # first: a rank that has the total has all statistics, too
             self._courier.submit(("statistics", step, section), lambda: self._gather(section))
+        # With D = 1 the stage's own sum is the total, and there is no group.
         if group is not None and flat.numel():
             point = self._copies.point()  # what the device is given from now on need not be waited for
             self._courier.submit(("reduced", step, section), lambda: self._reduce(group, step, section, point))
@@ -86,7 +104,8 @@ class Reducer:
             for micro_batch, values in losses.numbers().items():
                 table[micro_batch] = torch.tensor(values, dtype=torch.float64)
             group.all_reduce(table)
-            work.learn(table.tolist())
+            # Zeros but for one writer of each row: their sum is exact.
+            work.learn_losses(table.tolist())
 
         self._courier.submit(("losses", step), share)
 
@@ -95,6 +114,7 @@ class Reducer:
         in_bf16, direct = self._stage.job.bf16_reduction, self._groups.direct.sums
         point.wait()
         begin_s = time.monotonic()
+        # On the GPUs in place; else through a copy, or on the host in place if no sum may outlast a loss.
         if direct is not None:
             group.all_reduce(torch.zeros(1))  # the other replicas' sums are ready too: no device waits for them
             with sums.overwriting(section), self._span("sum", step, section):
@@ -106,16 +126,16 @@ class Reducer:
         else:
             with self._copies.at_host(flat, point, self._room_for) as values:
                 self._sum(group, values, step, section)
-        self.reductions.append(Carry(flat.nbytes // 2 if in_bf16 else flat.nbytes, begin_s, time.monotonic()))
+        self.reductions.append(TransferTime(flat.nbytes // 2 if in_bf16 else flat.nbytes, begin_s, time.monotonic()))
 
     def _sum(self, group: Group, values: Tensor, step: int, section: int) -> None:
         with self._span("sum", step, section):
             group.all_reduce(values, crossing=torch.bfloat16 if self._stage.job.bf16_reduction else None)
 
     def _copy(self, values: Tensor, after: Ready) -> Tensor:
-        """A copy in host memory that the next reduction uses again: there is one at a time."""
+        """Copy sums to host memory, which the next reduction uses again: there is one at a time."""
         copy = self._room_for(values)
-        self._copies.down([(values, copy)], after).wait()
+        self._copies.copy_to_host([(values, copy)], after).wait()
         return copy
 
     def _room_for(self, values: Tensor) -> Tensor:
@@ -130,6 +150,7 @@ class Reducer:
         if self._shares_losses:
             others = self._homes[self._stage.sections[-1]]
             self._take(("losses", step), f"the losses of the other replicas (step {step})", others)
+        # In the order in which backwards finish them.
         for section in reversed(self._stage.sections):
             others = self._homes[section]
             self._take(("reduced", step, section), f"the sums of section {section} (step {step})", others)
@@ -145,7 +166,7 @@ class Reducer:
         self._inbox.take(key, lambda: Awaited(what, on))
 
     def exchange(self, step: int) -> StageExchange:
-        """Lets the user's code combine values over the stages while ``step`` is applied tentatively."""
+        """Let the user's code combine values over the stages while ``step`` is applied tentatively."""
         number = count()
 
         def rows(row: Tensor) -> Tensor:
@@ -173,13 +194,13 @@ class Reducer:
         self._take(("counted", step), f"what the other replicas counted (step {step})", on)
 
     def tally(self, step: int, vector: Tensor) -> tuple[float, ...]:
-        """Sum what will be voted on; this is not the vote, and nobody may commit on it."""
+        """Sum what will be voted on; this is not the vote, and no rank may commit on it."""
         known = vector.clone()
         self.sum_over_grid(("tally", step), known, f"the totals of step {step}")
         return tuple(known.tolist())
 
     def vote(self, step: int, vector: Tensor) -> tuple[float, ...]:
-        """Sum the vote over the grid: whoever gets the result may apply the step."""
+        """Sum the vote over the grid: a rank that gets the result may apply the step."""
         self.sum_over_grid(("vote", step), vector, f"the vote on step {step}")
         return tuple(vector.tolist())
 
@@ -189,6 +210,7 @@ class Reducer:
             self._start_sum(key, table)
             self._take(key, what, self._others)
         else:
+            # A single rank waits for no one, but must still notice the end of its generation.
             self._inbox.check()
 
     def _start_sum(self, key: Hashable, table: Tensor) -> None:
@@ -216,7 +238,7 @@ class Reducer:
         self._votes.close()
 
     def _gather(self, section: int) -> None:
-        """Every replica gets the statistics of all micro-batches."""
+        """Give every replica the statistics of all micro-batches."""
         statistics, group = self._stage.statistics, self._groups.sums.get(section)
         if group is None:
             statistics.complete(section)
@@ -229,7 +251,7 @@ class Reducer:
         return span(name, rank=self._rank, stage=self._stage.index, step=step, index=index)
 
     def _sum_tied(self, step: int) -> None:
-        """One exchange for each tied parameter, numbered and ordered as in the job's facts, which all ranks share.
+        """Exchange the sums of each tied parameter, numbered and ordered as in the job's facts, which all ranks share.
 
         Each stage holds a selection of its own: its own counting would give one exchange two numbers.
         """
@@ -237,7 +259,7 @@ class Reducer:
         for number, tied in enumerate(self._stage.job.model.facts.tied):
             if tied.name in self._stage.totals.views:
                 with self._span("tied", step, number):
-                    self._stage.totals.take(tied.name, self._sum_one(tied, first_tag))
+                    self._stage.totals.add_total(tied.name, self._sum_one(tied, first_tag))
             first_tag += len(tied.sections)
 
     def _sum_one(self, tied: TiedParameter, first_tag: int) -> Tensor:
@@ -247,10 +269,11 @@ class Reducer:
         """
         plan, world, copies = self._plan, self._groups.world, self._copies
         replica = plan.place_of(self._rank).replica
+        # Within the replica only: each section's sum is the total over the replicas already.
         homes = [plan.home_of(replica, section) for section in tied.sections]
         peers = sorted({*homes} - {self._rank})
         total = torch.empty_like(self._stage.totals.views[tied.name])
-        lines = len(homes) + 1  # whatever of it is this rank's: parts are of one size on all
+        lines = len(homes) + 1  # not only those of this rank: parts are of one size on all
         spans = list(spans_of(total.nbytes, part_bytes_for(lines) if peers else max(1, total.nbytes)))
         sizes = [end - first for first, end in spans]
         # First what comes: it is on its way while ours is written.
@@ -273,16 +296,17 @@ class Reducer:
                     going.send(tag, end - first, partial(self._leave, values[elements], after))
             for tag in range(first_tag, first_tag + len(homes)):
                 part = total.view(-1)[elements]
+                # Tags ascend with the sections, so additions go in section order on every rank, whatever P is.
                 put = part.copy_ if tag == first_tag else part.add_
                 if tag in own:
                     put(own[tag][elements])
                 else:
-                    coming[tag].take(partial(self._fetched, put, part.dtype))
+                    coming[tag].take_part(partial(self._fetched, put, part.dtype))
         going.finish()
         return total
 
     def _leave(self, values: Tensor, after: Ready, room: Tensor) -> None:
-        self._copies.down([(values, room.view(values.dtype))], after).wait()
+        self._copies.copy_to_host([(values, room.view(values.dtype))], after).wait()
 
     def _fetched(self, put: Callable[[Tensor], object], dtype: torch.dtype, room: Tensor) -> None:
         [values], arrived = self._copies.fetch([room.view(dtype)])
@@ -301,7 +325,7 @@ def cast_vote(
     losses: Mapping[int, Sequence[float]],
     flags: dict[str, float],
 ) -> Tensor:
-    """This rank's part of the vote: each slot is written by one rank and zero elsewhere.
+    """Make this rank's part of the vote: each slot is written by one rank and zero elsewhere.
 
     Args:
         layout: of the vote.
@@ -315,6 +339,7 @@ def cast_vote(
         for section, norm in stage.squared_norms().items():
             vector[layout.squared_norm(section)] = norm
     for section in stage.sections:
+        # From every replica: the counts add up to all micro-batches, which ``_prove`` checks (core.vote).
         first = layout.added(section)
         vector[first : first + 2] = torch.tensor(stage.sums.counted(section, replica), dtype=torch.float64)
     for micro_batch, values in losses.items():

@@ -33,7 +33,7 @@ class ReplicaComparison:
 
     @property
     def is_due(self) -> bool:
-        """Return whether it is time for another one: one rank asks, and says it in the vote."""
+        """Whether it is time for another one: one rank asks, and says it in the vote."""
         return self._plan.replicas > 1 and time.monotonic() >= self._next_s
 
     def run(self, step: int) -> None:
@@ -48,6 +48,7 @@ class ReplicaComparison:
         states = {section: _replicated(self._stage, section) for section in self._stage.sections}
         table = torch.zeros(self._plan.replicas, len(model.sections), 2, dtype=torch.int64)
         for section, state in states.items():
+            # Below 2^62, since the sum over ranks of a row with one writer must fit into int64.
             table[self._replica, section, 0] = sum(bit_sum(value) for value in state.values()) % 2**62
             table[self._replica, section, 1] = kind
         self._reducer.sum_over_grid(("compared", step), table, f"the other replicas' checksums (step {step})")
@@ -56,6 +57,7 @@ class ReplicaComparison:
             is_alike = bool((table[:, odd[0], 1] == table[0, odd[0], 1]).all())
             self._name(step, odd[0], states.get(odd[0], {}), is_alike=is_alike)
         now_s = time.monotonic()
+        # What it took decides when the next is due: the share of time holds for any size of state.
         self._next_s = now_s + (now_s - begin_s) / _SHARE
 
     def _name(self, step: int, section: int, state: Mapping[str, Tensor], *, is_alike: bool) -> None:
@@ -75,6 +77,7 @@ class ReplicaComparison:
             what = f"the other replicas' checksums of section {section} (step {step})"
             self._reducer.sum_over_grid(("compared", key, step), values, what)
         odd = (bits != bits[0]).any(0)
+        # Unlike devices round differently in the update, so equal bits cannot be expected of them.
         if not is_alike:
             apart = (sizes[..., 0] - sizes[0, :, 0]).abs().amax(0)
             odd &= ~(apart <= _ROUNDING * sizes[..., 1].amax(0))  # NaN is odd
@@ -106,7 +109,7 @@ def _replicated(stage: Stage, section: int) -> dict[str, Tensor]:
 
 
 def _sizes(value: Tensor) -> Tensor:
-    """Its sum, and that of its absolute values."""
+    """Return the sum of a tensor, and that of its absolute values, in float64."""
     wide = value.detach().to("cpu", torch.complex128 if value.is_complex() else torch.float64)
     wide = torch.view_as_real(wide) if wide.is_complex() else wide
     return torch.stack([wide.sum(), wide.abs().sum()])

@@ -1,4 +1,16 @@
-"""One replica's stage at work: asks the policy, runs the action, hands on what it makes."""
+"""One replica's stage at work: asks the policy, runs the action, hands on what it makes.
+
+samples, activation                  gradient of the next stage
+     |                                    |
+     F --> activation (last stage: loss)  v
+     +-- tapes of kept sections --------> B, or I and later W --> gradient for the stage before
+     v                                    ^   |
+   stash of inputs --> R --> tapes -------+   v
+                                            bucket of each section --(last B of the step)--> reducer
+
+Micro-batches have two numbers. Policy and actions count within the replica, from 0 to N - 1 in the order of the F's;
+everything else (flights, stash, keys in the inbox) has the number within the global batch: ``_mine[local]``.
+"""
 
 import time
 from collections.abc import Callable
@@ -17,14 +29,14 @@ from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Receiver, Sender
-from varuna.engine.links.trips import Trip
+from varuna.engine.links.trips import ArrivalTimes
 from varuna.engine.pipeline.forward_pass import TRAINING, ForwardPass
 from varuna.engine.pipeline.input_stash import InputStash, StashedInput
 from varuna.engine.pipeline.lookahead import lookahead_of
 from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.pipeline.timeline import Messages, StepTimes, taken
 from varuna.engine.stage.section import Examples
-from varuna.engine.stage.stage import Left, Stage
+from varuna.engine.stage.stage import DeferredWeightGrad, Stage
 from varuna.engine.stage.tape import Tape
 from varuna.partition.batch_weight import WeightFunction
 from varuna.schedule.actions import Action, Kind
@@ -33,7 +45,7 @@ from varuna.schedule.policy import Policy, make_policy
 
 _GRADIENT_TAG = 2
 _FEW = 3
-"""To keep the backwards of so few sections together costs as much as their calls of autograd."""
+"""Up to this many sections, one backward for all costs as much as the calls of autograd that it saves."""
 
 
 @dataclass
@@ -45,7 +57,7 @@ class Flight:
     weight: float = 0.0
     """the gradient of the global batch's sum with respect to the loss"""
     tapes: list[Tape] = field(default_factory=list)
-    left: list[Left] = field(default_factory=list)
+    left: list[DeferredWeightGrad] = field(default_factory=list)
 
 
 class Runtime:
@@ -103,6 +115,7 @@ class Runtime:
         self._requested = stage.next_step
         self._inputs_in = self._gradients_in = self._forwards = 0
         self._kept = len(self._pipeline.kept_sections_of(stage.index))
+        # By their number: the first step of a generation may be the rest of one, with fewer of them (core.sums).
         self._orders: dict[int, tuple[int, ...]] = {}  # of backwards, by how many micro-batches a step has here
         self._copies, self.lookahead = job.traffic.links, lookahead_of(job.traffic.streams, inbox)
         self._open_gradient_links(groups)
@@ -117,6 +130,7 @@ class Runtime:
         self._upstream: Sender | None = None
         self._receivers = [] if forward_pass.upstream is None else [forward_pass.upstream]
         if stage.index > 0:
+            # Gradients have connections of their own: one carries a message at a time (``Groups.gradients``).
             where = (groups.gradients, rank - 1, _GRADIENT_TAG, self._inbox, forward_pass.link_name(rank - 1))
             self._upstream = Sender(*where, groups.direct.sends.get(rank - 1), trips=forward_pass.trips_up)
         if not stage.is_last:
@@ -141,14 +155,14 @@ class Runtime:
         )
 
     def _backward_order(self, step: int) -> list[int]:
-        """Global micro-batches of a step in the order of their gradients."""
+        """Return global micro-batches of a step in the order of their gradients."""
         mine = self._forward_pass.order_of(step)
         if len(mine) not in self._orders:
             self._orders[len(mine)] = self._policy(len(mine)).backward_order
         return [mine[local] for local in self._orders[len(mine)]]
 
     def _new_stash(self, policy: Policy) -> InputStash:
-        """An empty stash for one step, keyed by global micro-batch."""
+        """Make an empty stash for one step, keyed by global micro-batch."""
         order = [self._mine[local] for local in policy.backward_order]
         if not self._pipeline.stash_on_device:
             return InputStash(order)
@@ -166,13 +180,15 @@ class Runtime:
             DataError: stages disagree on a sample, or it is not as the model was captured.
         """
         begin_s = time.monotonic()
+        # First: samples are read while this rank waits for counts of the step.
         self._request(step)
         self._forward_pass.variants.forget(step)
         self._whole.begin(step, lambda table: self._reducer.add_up(step, table))
         if self._whole.counts:
             self._forward_pass.waited(time.monotonic() - begin_s)
+        # Only stages whose sections read the counts need all of them before their first F.
         if self._whole.reads:
-            self._whole.settle(lambda: self._reducer.added_up(step))
+            self._whole.wait_for_others(lambda: self._reducer.added_up(step))
         self._forward_pass.await_order(step)
         self._stage.clear_gradients()
         self._stage.work.begin(step)
@@ -180,8 +196,9 @@ class Runtime:
         self._inputs_in = self._gradients_in = self._forwards = 0
         self._mine = self._forward_pass.order_of(step)
         policy, order = self._policy(len(self._mine)), self._backward_order(step)
+        # Those that the policy will run as I and W: their F or R must record for two halves.
         split_last = min(self._plan.first.split_last, len(order))
-        # Stage 0 has nobody who waits for its input gradient.
+        # No stage waits for the input gradient of stage 0.
         self._split = frozenset(order[len(order) - split_last :] if self._stage.index else ())
         self._stash = self._new_stash(policy)
         flights: dict[int, Flight] = {}
@@ -192,13 +209,14 @@ class Runtime:
         except (GenerationEnded, LinkError):
             self._finish_halves(flights)
             raise
-        self._whole.settle(lambda: self._reducer.added_up(step))
+        self._whole.wait_for_others(lambda: self._reducer.added_up(step))
         self.times = lookahead.finish()
         self._stage.truths.check(self._source, self._plan, step)
 
     def _act_all(self, step: int, policy: Policy, flights: dict[int, Flight]) -> None:
         lookahead = self.lookahead
         while not policy.finished:
+            # Each time: the end of a generation is noticed even where nothing has to be waited for.
             self._inbox.check()
             arrived = self._arrived(step, policy)
             action = policy.next(*arrived)
@@ -207,13 +225,13 @@ class Runtime:
                 self._wait(step, policy, arrived, awaited)
                 lookahead.waited(awaited)
                 continue
-            lookahead.acting()
+            lookahead.begin_action()
             self._acting = step, action
             name, micro_batch = action.kind.value, self._mine[action.micro_batch]
             with span(name, rank=self._rank, stage=self._stage.index, step=step, index=micro_batch):
                 self._act(step, action, policy, flights)
             policy.done(action)
-            lookahead.acted(action)
+            lookahead.end_action(action)
 
     def _finish_halves(self, flights: dict[int, Flight]) -> None:
         """Run the W of every I: else the sums of its sections, which have half of a micro-batch, are lost."""
@@ -227,13 +245,13 @@ class Runtime:
         acting = self._acting
         return "starting" if acting is None else f"step {acting[0]}: {acting[1]}"
 
-    def take_trips(self) -> list[Trip]:
+    def take_trips(self) -> list[ArrivalTimes]:
         """Take the times of messages to and from the next stage since the last call: both ends of a link find them."""
         trips = self._forward_pass.trips_down
-        return [] if trips is None else trips.take()
+        return [] if trips is None else trips.drain()
 
     def take_messages(self) -> Messages:
-        """Messages of the step that has just ended."""
+        """Take the messages of the step that has just ended."""
         down, up = self._downstream, self._upstream
         order = self._orders[len(self._mine)]
         assert self.times is not None
@@ -267,10 +285,12 @@ class Runtime:
         while self._inputs_in < total and self._forward_pass.has_input(step, self._mine[self._inputs_in]):
             self._inputs_in += 1
         order = policy.backward_order
+        # The last stage makes its own gradients, so all of them count as here.
         while self._gradients_in < total and (
             self._stage.is_last or self._inbox.has(("gradient", step, self._mine[order[self._gradients_in]]))
         ):
             self._gradients_in += 1
+        # Without a place, an F would leave a message more than the plan has memory for: its input does not count yet.
         return min(self._inputs_in, self._forwards + self._places), self._gradients_in
 
     @property
@@ -285,7 +305,8 @@ class Runtime:
             if awaited.kind is not Kind.FORWARD:
                 return Awaited(f"the gradient of {whole} (step {step})", (self._rank + 1,))
             if not self._forward_pass.has_samples(step, whole.micro_batch):
-                return Awaited(f"the samples of {whole} (step {step})")  # nobody else's business, however long it takes
+                # No peer is named: no other rank is to blame, however long it takes.
+                return Awaited(f"the samples of {whole} (step {step})")
             if not self._places:
                 return Awaited(f"places for the activation of {whole} (step {step})", (self._rank + 1,))
             return Awaited(f"the activation of {whole} (step {step})", (self._rank - 1,))
@@ -321,9 +342,11 @@ class Runtime:
         *,
         split: bool,
     ) -> None:
+        # Backwards go in one order, so after the last of it each section's sum is whole, and its reduction can begin.
         is_final = action.micro_batch == policy.backward_order[-1]
         joined = not is_final and len(self._stage.sections) > _FEW  # of the last one, sections are reduced one by one
         if action.kind is Kind.FORWARD:
+            # ``policy.keeps`` speaks of this F alone; ``_kept`` of every F, as far as the plan has memory for it.
             keep = len(self._stage.sections) if policy.keeps(action.micro_batch) else self._kept
             flights[micro_batch] = self._forward(step, micro_batch, keep=keep, split=split, joined=joined)
         elif action.kind is Kind.RECOMPUTE:
@@ -337,17 +360,20 @@ class Runtime:
 
     def _forward(self, step: int, micro_batch: int, *, keep: int, split: bool, joined: bool) -> Flight:
         stage, forward_pass = self._stage, self._forward_pass
-        self._stash.settle()
-        arrived = forward_pass.take(step, micro_batch)
+        # Before F brings in another input: the plan has room for one that is on its way out (STASH_IN_TRANSIT).
+        self._stash.finish_copy()
+        arrived = forward_pass.take_inputs(step, micro_batch)
         examples = arrived.examples
+        # Without samples: the stash may move them to the host, and a reference here would keep them on the device.
         flight = Flight(examples._replace(inputs={}))
         self.lookahead.computing()
         out, results, flight.tapes, begin = stage.forward(
             arrived.values, examples, step, micro_batch, keep=keep, split=split, joined=joined
         )
         self.lookahead.computed()
+        # If every section's tape is kept there is no R, and the input has no use.
         if keep < len(stage.sections):
-            self._stash.put(micro_batch, StashedInput(begin, dict(examples.inputs)))
+            self._stash.put_input(micro_batch, StashedInput(begin, dict(examples.inputs)))
         if stage.is_last:
             sums = forward_pass.sums(micro_batch, results, arrived)
             stage.work.losses.add(micro_batch, sums)
@@ -359,7 +385,8 @@ class Runtime:
         return flight
 
     def _recompute(self, step: int, micro_batch: int, flight: Flight, *, split: bool, joined: bool) -> None:
-        kept, waiting = len(flight.tapes), self._stash.take(micro_batch)
+        # F has left tapes of the last sections, if the plan keeps them: R runs those before them only.
+        kept, waiting = len(flight.tapes), self._stash.take_input(micro_batch)
         self.lookahead.computing()
         recomputed = self._stage.record(
             waiting.values,
@@ -394,16 +421,17 @@ class Runtime:
         self.lookahead.computed()
 
     def _done(self, step: int, is_final: bool) -> Callable[[int], None]:
-        """A function to call when a section has finished a micro-batch; after the last one it starts the reduction."""
+        """Return what to call when a section has finished a micro-batch: after the last it starts the reduction."""
         return (lambda section: self._reducer.section_done(step, section)) if is_final else (lambda section: None)
 
     def _gradients(self, step: int, micro_batch: int, flight: Flight) -> dict[str, Tensor]:
-        """Gradients of what the stage made."""
+        """Return the gradients of what the stage made, by name."""
         stage = self._stage
         if stage.is_last:
             if not flight.tapes:
                 return {}  # nothing in the whole model is trained
             loss = self._graphs[flight.examples.variant].sections[-1].makes[0]
+            # Gradients are those of the batch's weighted sum; its divisor is known after the vote only (``scale_of``).
             scaled = flight.weight * stage.gradient_scale
             seed = torch.full((), scaled, dtype=flight.tapes[-1].made[0].dtype, device=stage.job.device)
             return {loss: seed} if flight.weight else {}

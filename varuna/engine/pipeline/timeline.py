@@ -6,7 +6,7 @@ from statistics import median
 from typing import NamedTuple
 
 from varuna.core.times import Interval
-from varuna.engine.links.carry import Carry
+from varuna.engine.links.transfer_time import TransferTime
 from varuna.schedule.actions import Action, Kind
 
 
@@ -20,8 +20,8 @@ class Messages(NamedTuple):
 
     micro_batches: tuple[int, ...]
     """numbers within the global batch, by those within the replica"""
-    activations: Sequence[tuple[int, Carry]]
-    gradients: Sequence[tuple[int, Carry]]
+    activations: Sequence[tuple[int, TransferTime]]
+    gradients: Sequence[tuple[int, TransferTime]]
     arrivals: Sequence[Interval] = ()
 
 

@@ -65,6 +65,7 @@ class GlobalCounts:
         )  # else all follows from how many examples a micro-batch has, which the plan says
         self.counts = self._counts_samples and place.stage == last
         """this rank counts the micro-batches of its replica"""
+        # With one replica whose last stage alone reads the counts, its own are all there are.
         self._exchanged = self._counts_samples and (plan.replicas > 1 or not readers <= {last})
         self._table: Tensor | None = None  # on its way
         self._rows: dict[int, dict[int, list[float]]] = {}
@@ -80,7 +81,7 @@ class GlobalCounts:
         """Micro-batches that must be read before the first forward."""
         return len(self._mine) if self.counts else 0
 
-    def note(self, step: int, micro_batch: int, batch: MicroBatch | BaseException) -> None:
+    def count_micro_batch(self, step: int, micro_batch: int, batch: MicroBatch | BaseException) -> None:
         """Count a micro-batch; one that could not be read is reported by its forward.
 
         Raises:
@@ -98,6 +99,7 @@ class GlobalCounts:
                 row = [*whole.counts(batch.tensors, self._known[variant], size), float(size)]
         finally:
             with self._lock:
+                # An empty row for one that could not be read: it is counted as there, or ``begin`` would wait for ever.
                 self._rows.setdefault(step, {})[micro_batch] = row
             self._inbox.stir()
 
@@ -126,7 +128,7 @@ class GlobalCounts:
         if self._exchanged:
             add_up(self._table)
 
-    def settle(self, added_up: Callable[[], None]) -> None:
+    def wait_for_others(self, added_up: Callable[[], None]) -> None:
         """Wait for the counts of the other ranks, unless that is done: ``numbers`` are then those of the step.
 
         Args:
@@ -161,7 +163,7 @@ class GlobalCounts:
             return len(self._rows.get(step, ())) == len(self._mine)
 
     def numbers(self, variant: int, size: int) -> dict[str, Tensor]:
-        """Numbers that sections are given for a micro-batch of ``size`` examples."""
+        """Return the numbers that sections are given for a micro-batch of ``size`` examples."""
         if not self.reads:
             return {}
         return {**self._numbers[variant], SHARE: torch.tensor(size / (self._samples or 1.0))}

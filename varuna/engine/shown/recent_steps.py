@@ -1,4 +1,4 @@
-"""The newest steps of this worker, for whoever asks what happened in one: kept as they are, told only on request."""
+"""The newest steps of this worker, for people who ask what happened in one: kept as they are, told only on request."""
 
 import platform
 import threading
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from varuna.core.messages import StepShown
 from varuna.core.times import Interval, RankTimeline
-from varuna.engine.links.carry import Carry
+from varuna.engine.links.transfer_time import TransferTime
 from varuna.engine.pipeline.timeline import Messages, StepTimes
 
 STEPS_KEPT = 32
@@ -20,13 +20,13 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class RanStep(NamedTuple):
-    """One step of one rank."""
+    """A step of one rank."""
 
     generation: int
     rank: int
     times: StepTimes
     messages: Messages
-    sums: tuple[Carry, ...]
+    sums: tuple[TransferTime, ...]
 
     @property
     def rows(self) -> int:
@@ -47,16 +47,16 @@ class RecentSteps:
         self._rows = 0
         self._wanted: set[int] = set()
 
-    def take(self, ran: RanStep) -> None:
-        """A step is over."""
+    def add_step(self, ran: RanStep) -> None:
+        """Add a step that is over."""
         with self._lock:
             self._kept.append(ran)
             self._rows += ran.rows
             while len(self._kept) > 1 and (len(self._kept) > STEPS_KEPT or self._rows > self._rows_kept):
                 self._rows -= self._kept.popleft().rows
 
-    def want(self, step: int) -> None:
-        """Somebody wants to see a step, which may lie ahead; of very many such wishes the first are heard."""
+    def request_step(self, step: int) -> None:
+        """Note that a step was asked for, which may lie ahead; of very many such requests the first count."""
         with self._lock:
             if len(self._wanted) < _WANTED:
                 self._wanted.add(step)
@@ -87,7 +87,7 @@ class RecentSteps:
                 for row in rows
             )
 
-        def carried(kind: str, micro_batch: int, carry: Carry) -> Interval:
+        def carried(kind: str, micro_batch: int, carry: TransferTime) -> Interval:
             return Interval(kind, micro_batch, since(carry.begin_s), since(carry.end_s), carry.size_bytes)
 
         travelled = (("activation", ran.messages.activations), ("gradient", ran.messages.gradients))
@@ -108,7 +108,7 @@ class RecentSteps:
 
 
 def clock_name() -> str:
-    """The same for all processes that share ``time.monotonic``: those of one start of one machine."""
+    """Return a name that all processes share that share ``time.monotonic``: those of one start of a machine."""
     try:
         return _BOOT.read_text().strip()
     except OSError:

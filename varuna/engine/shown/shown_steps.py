@@ -22,29 +22,29 @@ class ShownSteps:
     def __init__(self, tell: Callable[[Shown], None], device: torch.device) -> None:
         self.recent, self._profiler = RecentSteps(tell), StepProfiler(tell, device)
 
-    def want(self, request: ShowRequest) -> None:
-        """Somebody wants to see something."""
+    def request_steps(self, request: ShowRequest) -> None:
+        """Note a request to see steps."""
         match request:
             case ShowStep(step=step):
-                self.recent.want(step)
+                self.recent.request_step(step)
             case ProfileSteps():
-                self._profiler.want(request)
+                self._profiler.request_profile(request)
 
     def before(self, step: int) -> bool:
-        """A step begins; whether it is profiled, so that it will not take what steps take."""
+        """Note that a step begins; return whether it is profiled, so that it will not take what steps take."""
         self._profiler.before(step)
         return self._profiler.is_running
 
     def after(self, step: int) -> None:
-        """A step is over."""
+        """Note that a step is over."""
         self._profiler.after(step)
 
     def interrupt(self) -> None:
-        """The generation ends."""
+        """Give up a profile, since the generation ends."""
         self._profiler.abandon("the workers of the run changed in the middle of these steps. Ask again, for later ones")
 
     def finish(self) -> None:
-        """The loop is over, and no heartbeat follows."""
+        """Answer for the last time: the loop is over, and no heartbeat follows."""
         self.recent.answer()
         self._profiler.abandon("the run ended before these steps were over")
         self._profiler.finish(_FINISH_S)

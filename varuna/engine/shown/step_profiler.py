@@ -1,4 +1,4 @@
-"""PyTorch's profiler around some steps of this worker, because somebody has asked for it."""
+"""PyTorch's profiler around some steps of this worker, on request."""
 
 import gzip
 import tempfile
@@ -33,7 +33,7 @@ class StepProfiler:
         """Whether this step is profiled: what it takes is not what steps take."""
         return self._running is not None
 
-    def want(self, request: ProfileSteps) -> None:
+    def request_profile(self, request: ProfileSteps) -> None:
         """Profile these steps; one request at a time."""
         with self._lock:
             is_busy = self._asked is not None or self._running is not None
@@ -43,7 +43,7 @@ class StepProfiler:
             self._refuse(request, "this worker has another profile to make first. Ask again when that is done")
 
     def before(self, step: int) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         asked = self._asked
         if asked is None or step < asked.first:
             return
@@ -60,14 +60,14 @@ class StepProfiler:
         self._running = asked, profile
 
     def after(self, step: int) -> None:
-        """A step is over, and so may be the profile."""
+        """Note that a step is over, and so may be the profile."""
         if self._running is not None and step >= self._running[0].last:
             (request, profile), self._running = self._running, None
             profile.stop()
             self._writing = start("profile", lambda: self._write(request, profile))
 
     def abandon(self, why: str) -> None:
-        """The generation or the run ends in the middle of the steps."""
+        """Give up a profile: the generation or the run ends in the middle of the steps."""
         running, asked = self._running, self._asked
         self._running = self._asked = None
         if running is not None:
@@ -81,13 +81,13 @@ class StepProfiler:
             self._writing.join(bound_s)
 
     def _write(self, request: ProfileSteps, profile: Any) -> None:
-        """Compress and send the trace, on a thread of its own: training goes on."""
+        """Compress and send the trace, on a thread of its own, beside the training."""
         try:
             with tempfile.TemporaryDirectory(prefix="varuna-profile-") as folder:
                 path = Path(folder) / "trace.json"
                 profile.export_chrome_trace(str(path))
                 data = gzip.compress(path.read_bytes(), compresslevel=6)
-        except Exception as error:  # noqa: BLE001 - PyTorch's, or a full disk: whoever asked should know
+        except Exception as error:  # noqa: BLE001 - PyTorch's, or a full disk: the person who asked should know
             self._refuse(request, f"PyTorch's profiler failed: {type(error).__name__}: {error}")
             return
         most_bytes = PROFILE_PART_BYTES * PROFILE_PARTS

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.plan import Plan
-from varuna.core.sums import Spans, numbers_of
+from varuna.core.sums import IndexSet, numbers_of
 from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.message import Layout
 from varuna.engine.stage.sums import ResumedStep
@@ -48,17 +48,18 @@ class Statistics:
             self._complete.clear()
         self._inherited = False
 
-    def note(self, section: int, micro_batch: int, found: Sequence[Tensor]) -> None:
+    def keep_found(self, section: int, micro_batch: int, found: Sequence[Tensor]) -> None:
         """Keep what the first run of a micro-batch found; whatever runs it again is ignored."""
         if micro_batch in self._elsewhere.get(section, ()):
             return
         names = {each.name for each in self._kept(section, micro_batch)}
         statistics = zip(self._sections[section].statistics, found, strict=True)
         kept = tuple(value.detach() for each, value in statistics if each.name in names)
+        # ``setdefault``: F comes first, and R's are not to count again.
         self._noted.setdefault((section, micro_batch), kept)
 
-    def carried(self, section: int, micro_batches: Spans) -> Tensor | None:
-        """Those that belong to a sum of gradients, as bytes, in the order of micro-batches; None: it has none."""
+    def as_bytes(self, section: int, micro_batches: IndexSet) -> Tensor | None:
+        """Pack those that belong to a sum of gradients, in the order of micro-batches; None: the section has none."""
         if section not in self._sections:
             return None
         rows = [torch.empty(0, dtype=torch.uint8)]
@@ -68,7 +69,7 @@ class Statistics:
         return torch.cat(rows)
 
     def _found(self, section: int, number: int) -> Mapping[str, Tensor]:
-        """Of one micro-batch, while another thread may be completing the section: what was noted goes last."""
+        """Find those of one micro-batch; another thread may be completing the section: what was noted goes last."""
         noted = self._noted.get((section, number))
         if noted is None:
             return self._complete[section][number]
@@ -88,11 +89,11 @@ class Statistics:
         return self._sections
 
     def has(self, section: int) -> bool:
-        """Whether the section updates buffers."""
+        """Return whether the section updates buffers."""
         return section in self._sections
 
     def table(self, section: int) -> Tensor:
-        """All micro-batches of the step as int64 words; only those that ran here are not zero: a sum is exact."""
+        """Make a table of the step's micro-batches, int64 words, zero but for those that ran here: a sum is exact."""
         layouts = self._layouts(section)
         sizes_bytes = [layout.size_bytes for layout in layouts]
         table = torch.zeros(sum(sizes_bytes), dtype=torch.uint8)
@@ -101,6 +102,7 @@ class Statistics:
             if found is not None:
                 named = dict(zip(self._names(section, micro_batch), found, strict=True))
                 row.copy_(layout.pack(named, copies=self._copies).whole())
+        # As integers, whatever they are: a sum in which all but one term are zero keeps every bit, NaN's included.
         return table.view(torch.int64)
 
     def complete(self, section: int, table: Tensor | None = None) -> None:
@@ -114,6 +116,7 @@ class Statistics:
         else:
             self._complete[section] = self._in(section, table)
         for number in numbers:
+            # After ``_complete`` is set: ``_found`` looks here first, and then there.
             self._noted.pop((section, number), None)
 
     def _in(self, section: int, table: Tensor) -> list[dict[str, Tensor]]:
@@ -141,8 +144,9 @@ class Statistics:
         return tuple(statistic.name for statistic in self._kept(section, micro_batch))
 
     def _kept(self, section: int, micro_batch: int) -> tuple[Crossing, ...]:
-        """Statistics that a micro-batch has to tell: what is the same in all, the first one tells."""
+        """Return the statistics that a micro-batch has to tell: what is the same in all, the first one tells."""
         graph = self._sections[section]
+        # One micro-batch is enough for what is the same in all: the first has it, on whichever replica.
         if micro_batch == 0:
             return graph.statistics
         told = {

@@ -38,7 +38,7 @@ class Exchange(Protocol):
         """Combine the stages' parts."""
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether this stage counts ``parameter``."""
+        """Return whether this stage counts ``parameter``."""
 
 
 class _Installed(threading.local):
@@ -74,7 +74,7 @@ def all_reduce_shared(tensor: Tensor, op: str = "sum") -> Tensor:
 
 
 def owned(parameter: Tensor) -> bool:
-    """Whether this stage counts a parameter: false for the copy of a tied parameter that another stage owns."""
+    """Return whether this stage counts a parameter: false for the copy of a tied parameter that another stage owns."""
     exchange = _installed.exchange
     return exchange is None or exchange.owns(parameter)
 
@@ -158,8 +158,9 @@ class LateExchange:
 class StageExchange:
     """Combines over the stages of a generation while a step is applied tentatively.
 
-    Every call is two rounds: who takes part with which length, operation and line of code; then the values. A
-    stage whose step is done goes on to answer until all are done, so a stage that never calls makes nobody wait.
+    Every call is two rounds: first each stage says whether it takes part, with which length, operation and line of
+    code; then come the values. A stage whose step is done answers until all are done, so no stage waits for one that
+    never calls.
     """
 
     def __init__(self, rows: Callable[[Tensor], Tensor], owned: frozenset[int]) -> None:
@@ -176,7 +177,7 @@ class StageExchange:
         """any stage called"""
 
     def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """One call of the user's: see ``all_reduce_shared``."""
+        """Answer one call of the user's: see ``all_reduce_shared``."""
         part = tensor.detach().to("cpu", torch.float64).reshape(-1)
         header = torch.zeros(4, dtype=torch.float64)
         header[_ACTIVE], header[_LENGTH], header[_OP], header[_SITE] = 1, part.numel(), _OPS.index(op), _site()
@@ -185,7 +186,7 @@ class StageExchange:
         return combined.reshape(tensor.shape).to(tensor.device, tensor.dtype)
 
     def owns(self, parameter: Tensor) -> bool:
-        """See ``owned``."""
+        """Return what ``owned`` is to answer."""
         return id(parameter) in self._owned
 
     def finish(self) -> None:
@@ -200,7 +201,7 @@ class StageExchange:
             pass
 
     def _round(self, header: Tensor, part: Tensor | None) -> Tensor | None:
-        """Both rounds; None if no stage calls."""
+        """Run both rounds; return None if no stage calls."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -215,6 +216,7 @@ class StageExchange:
         if not len(active):
             return None
         self.used = True
+        # On all ranks alike, since all have the same rows: no stage waits for one that has raised.
         if not bool((active == active[0]).all()):
             raise UsageError(
                 "stages called varuna.all_reduce_shared at different places, with different lengths or "
@@ -222,12 +224,14 @@ class StageExchange:
                 "or under a local condition."
             )
         length = int(active[0, _LENGTH])
+        # The rows, not their sum: additions go in the order of stages, which no all-reduce promises.
         rows = self._rows(torch.zeros(length, dtype=torch.float64) if part is None else part)
         return reduce(_COMBINE[_OPS[int(active[0, _OP])]], rows[headers[:, _ACTIVE] > 0].unbind())
 
 
 def _site() -> int:
     """Return a number for the line that calls: 32 bits, exact in float64."""
+    # The line of the user's code: the first frame outside of torch and Varuna.
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back

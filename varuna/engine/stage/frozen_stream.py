@@ -41,22 +41,23 @@ class FrozenStream:
         self._followed: dict[_Turn, int] = {}
 
     def __contains__(self, section: int) -> bool:
-        """Whether the section has such parameters."""
+        """Return whether the section has such parameters."""
         return section in self._sections
 
     def at_work(self, section: int, way: Pass) -> Mapping[str, Tensor]:
-        """A section's parameters on the device, for what is computed until those of another one are asked for."""
+        """Return a section's parameters on the device; they stay until those of another section are asked for."""
         if self._at.section != section:
             self._turn_to(section, way)
         return self._at.held
 
     def saving(self, section: int) -> saved_tensors_hooks:
-        """In this block autograd saves the parameters of the section at work by name."""
+        """Let autograd save the parameters of the section at work by name in this block."""
         address = self._at.address
 
         def pack(value: Tensor) -> object:
             if value.layout is not torch.strided or value.untyped_storage().data_ptr() != address:
                 return value
+            # A view by sizes and strides would lose the pending operation.
             if value.is_conj() or value.is_neg():
                 return value.clone()
             return _Saved(section, value.dtype, value.size(), value.stride(), int(value.storage_offset()))
@@ -71,13 +72,14 @@ class FrozenStream:
         return self._at.memory.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
 
     def _turn_to(self, section: int, way: Pass) -> None:
+        # Usually it is there, since it followed the last time as well.
         there = next((place for place in self._places if place.section == section), None)
         if there is None:
             there = self._bring(section)
         self._followed[self._turn] = section
         self._turn = way, self._at.section, section
         self._at = there
-        self._copies.follow(there.arrived)
+        self._copies.compute_after(there.arrived)
         coming = self._followed.get(self._turn, section)
         if all(place.section != coming for place in self._places):
             self._bring(coming)
@@ -88,7 +90,8 @@ class FrozenStream:
         values = list(self._sections[section].values())
         views = laid_out(values, place.memory)
         place.section, place.held = section, dict(zip(self._sections[section], views, strict=True))
-        place.arrived = self._copies.over(list(zip(views, values, strict=True)), self._copies.point())
+        # After what is queued now: it may still read the parameters that were here.
+        place.arrived = self._copies.overwrite(list(zip(views, values, strict=True)), self._copies.point())
         return place
 
 
@@ -117,7 +120,7 @@ class _Saved(NamedTuple):
 
 
 def streamed_by(plan: Plan, model: PartitionedModel, sections: range) -> frozenset[str]:
-    """Names of the parameters that rest in host memory while a stage's other sections are at work.
+    """Return names of the parameters that rest in host memory while a stage's other sections are at work.
 
     None where the places for them would take as much of the device.
     """

@@ -45,7 +45,7 @@ class Bucket:
         self._receive()
 
     def renew(self) -> None:
-        """Leave the memory to whoever still refers to gradients, as plain PyTorch does; new values are anything."""
+        """Leave the memory to code that still refers to gradients, as plain PyTorch does; new values are anything."""
         for leaf, _ in self._in_place:
             leaf.grad = None
         self.views.clear()
@@ -54,6 +54,7 @@ class Bucket:
 
     def _receive(self) -> None:
         for leaf, view in self._in_place:
+            # Autograd adds in place to a ``grad`` that is there: no second copy, and all of a section lies together.
             leaf.grad = view
 
     def collect(self) -> None:
@@ -67,8 +68,8 @@ class Bucket:
             leaf.grad = None
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """In this block a backward runs as ever, up to ``collect``, and its gradients are dropped."""
+    def dropping(self) -> Iterator[None]:
+        """Drop the gradients of a backward that runs in this block, up to ``collect``."""
         self._drops = True
         for leaf, _ in self._in_place:
             leaf.grad = None
@@ -86,7 +87,7 @@ def squared_norms(
     *,
     but: frozenset[str] = frozenset(),
 ) -> dict[int, float]:
-    """Squared L2 norm by section, float64; the device is waited for once.
+    """Return the squared L2 norm by section, float64; the device is waited for once.
 
     Args:
         buckets: by section, reduced.
@@ -101,6 +102,7 @@ def squared_norms(
 def _of_section(
     section: int, bucket: Bucket, tied: Sequence[TiedParameter], totals: Mapping[str, Tensor], but: frozenset[str]
 ) -> Tensor:
+    # The usual case takes one pass over the buffer; otherwise each parameter is normed by itself.
     apart = {p.name for p in tied} | but
     if apart.isdisjoint(bucket.names):
         return _squared(bucket.flat)
@@ -110,9 +112,10 @@ def _of_section(
 
 
 def _squared(values: Tensor) -> Tensor:
-    """Squared L2 norm: fp32 within short runs, float64 over them (float64 throughout costs 2 % of a step)."""
+    """Return the squared L2 norm: fp32 within runs, float64 over them (float64 throughout costs 2 % of a step)."""
     flat = values.reshape(-1)
     whole = flat.numel() // _NORM_RUN * _NORM_RUN
+    # Runs begin at the section's first number, so the norm does not depend on the plan.
     runs = torch.linalg.vector_norm(flat[:whole].view(-1, _NORM_RUN), dim=1).double()
     rest = torch.linalg.vector_norm(flat[whole:]).double()
     both: Tensor = runs.square().sum() + rest.square()

@@ -20,7 +20,7 @@ class BranchResults:
     def __init__(self) -> None:
         self._found: dict[tuple[int, int], tuple[tuple[str, ...], Tensor]] = {}
 
-    def note(self, section: SectionGraph, micro_batch: int, truths: Sequence[Tensor]) -> None:
+    def keep_results(self, section: SectionGraph, micro_batch: int, truths: Sequence[Tensor]) -> None:
         """Keep what a section returned for a micro-batch; a recompute says the same again."""
         flat = torch.stack([truth.detach().reshape(()).to(torch.bool) for truth in truths])
         self._found[micro_batch, section.index] = section.truths, flat
@@ -30,7 +30,7 @@ class BranchResults:
         self._found = {}
 
     def take_false(self) -> tuple[int, str] | None:
-        """Look at all of them, and forget them: micro-batch and place of the first branch that goes the other way."""
+        """Look at all and forget them; return micro-batch and place of the first branch that goes the other way."""
         found, self._found = sorted(self._found.items()), {}
         if not found:
             return None
@@ -57,7 +57,7 @@ class BranchResults:
 
 
 def another_way(place: str, indices: Sequence[int]) -> str:
-    """The message about a branch at ``place`` that goes another way for samples than it was captured."""
+    """Return the message about a branch at ``place`` that goes another way for samples than it was captured."""
     return (
         f"forward() branches on a computed value at {place}, and the batch of dataset indices {list(indices)} "
         "takes another branch than the one that was captured (that of the first samples with the constructor's "

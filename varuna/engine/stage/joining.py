@@ -29,7 +29,7 @@ class Link(NamedTuple):
 
 
 class Links(NamedTuple):
-    """A section's links to sections before it, on whose graph it may go on."""
+    """A section's links to sections before it, whose graph it may continue."""
 
     earliest: int
     """the first section with which their graph may begin; the section itself: it begins one"""
@@ -37,7 +37,7 @@ class Links(NamedTuple):
 
 
 def links_of(split: Split) -> tuple[Links, ...]:
-    """By section, how it may go on the graph of those before it.
+    """Return, by section, how it may continue the graph of those before it.
 
     It does unless some value crosses into it that their graph makes, that a gradient comes back for, and that several
     sections take. Sections that run a module eagerly have graphs of their own: the module may look at its leaves.
@@ -54,6 +54,7 @@ def links_of(split: Split) -> tuple[Links, ...]:
     found: list[Links] = []
     for section, crossings in zip(split.sections, split.crossings, strict=False):
         index, learning = section.index, {each.name for each in crossings if each.differentiable}
+        # Behind its maker, not with it: then the value is a leaf, to which sections add one after the other.
         shared = (made[name][0] + 1 for name in learning if takers[name] > 1)
         is_alone = not index or eager[index] or eager[index - 1]
         earliest = index if is_alone else max(shared, default=0)

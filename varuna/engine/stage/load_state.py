@@ -31,7 +31,7 @@ def parameters_of(
     followed: Container[str] = (),
     streamed: Container[str] = (),
 ) -> dict[str, nn.Parameter]:
-    """One parameter per name, in the order of sections; a tied one from the lowest section that is whole, or updated.
+    """Make one parameter per name, in the order of sections; a tied one from the lowest that is whole, or updated.
 
     Args:
         graphs: of the stage's sections.
@@ -53,6 +53,7 @@ def parameters_of(
 
     for graph in reversed(graphs):
         for name in graph.parameters:
+            # From the last section to the first: of equals, the lowest wins.
             if name not in lowest or standing(graph.index) >= standing(lowest[name]):
                 lowest[name] = graph.index
     parameters: dict[str, nn.Parameter] = {}
@@ -79,7 +80,7 @@ def put_parameters(state: SectionState, parameters: Mapping[str, nn.Parameter]) 
 def buffers_of(
     graphs: Sequence[SectionGraph], states: States, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """Buffers that steps update; each belongs to one section."""
+    """Return the buffers that steps update; each belongs to one section."""
     return {
         name: cast(states[graph.index].tensors[f"buffers/{name}"].to(device), dtype)
         for graph in graphs
@@ -88,8 +89,9 @@ def buffers_of(
 
 
 def optimizer_state_of(states: States, sections: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Optimizer state by parameter: ``optimizer/<name>/<key>`` entries of ``sections``."""
+    """Return optimizer state by parameter: ``optimizer/<name>/<key>`` entries of ``sections``."""
     found: dict[str, dict[str, Any]] = {}
+    # The lowest comes last, so a tied parameter has the state of the section that owns it.
     for section in reversed(sections):
         for path, value in (*states[section].tensors.items(), *states[section].scalars.items()):
             if path.startswith("optimizer/"):
@@ -111,21 +113,21 @@ STATISTICS = "statistics"
 """Entry beside it, of a section that updates buffers: statistics of the micro-batches in the sums, as bytes."""
 
 
-def is_lent_along(name: str) -> bool:
-    """Whether an entry of a section's state is wanted where its optimizer state is not."""
+def is_needed_to_compute(name: str) -> bool:
+    """Return whether an entry of a section's state is wanted where its optimizer state is not."""
     return not name.startswith("optimizer/")
 
 
 def first_of(state: SectionState, dtype: torch.dtype) -> SectionState:
     """Return the state that a section computes with: no optimizer state, and parameters in the dtype of computation."""
-    first = state.only(is_lent_along)
+    first = state.only(is_needed_to_compute)
     return replace(first, tensors={name: cast(value, dtype) for name, value in first.tensors.items()})
 
 
 def rest_of(state: SectionState, dtype: torch.dtype) -> SectionState:
     """Return the state that only updates need: optimizer state, and fp32 parameters that are rounded to compute."""
-    rounded = {name for name, value in state.tensors.items() if is_lent_along(name) and is_cast(value, dtype)}
-    return state.only(lambda name: name in rounded or not is_lent_along(name))
+    rounded = {name for name, value in state.tensors.items() if is_needed_to_compute(name) and is_cast(value, dtype)}
+    return state.only(lambda name: name in rounded or not is_needed_to_compute(name))
 
 
 def state_in(
@@ -135,7 +137,7 @@ def state_in(
     optimizer: Callable[[str], tuple[dict[str, Tensor], dict[str, JSON]]] | None,
     loss_scale: LossScale | None,
 ) -> SectionState:
-    """A section's state as references, the inverse of the above; ``optimizer`` says what it has for a parameter."""
+    """Make a section's state of references, the inverse of the above; ``optimizer`` says what a parameter has."""
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, JSON] = {}
     for name, value in parameters.items():
@@ -150,7 +152,7 @@ def state_in(
 
 
 def loss_scale_of(states: States) -> LossScale:
-    """The loss scale after the newest step, which the state of every section carries."""
+    """Return the loss scale after the newest step, which the state of every section carries."""
     for state in states.values():
         match state.scalars.get(LOSS_SCALE):
             case [float(value), int(good_steps)]:

@@ -1,8 +1,8 @@
 """Sums in which micro-batches report the loss, because means of micro-batches must not be averaged.
 
 To read a number from a GPU waits for it, and meanwhile nothing is launched. So what a GPU computed comes to the host by
-itself, and nobody waits for it before the vote; how much a micro-batch counts, which its backward needs, is counted on
-the host.
+itself, and no thread waits for it before the vote; how much a micro-batch counts, which its backward needs, is counted
+on the host.
 """
 
 import threading
@@ -17,7 +17,7 @@ from varuna.core.errors import DataError
 from varuna.core.sums import MicroBatchLoss
 from varuna.data.nest import nested
 from varuna.data.samples import MicroBatch
-from varuna.engine.device.host_copies import CPU_COPIES, HOST, HostCopies, Ready
+from varuna.engine.device.host_copies import CPU_COPIES, DONE, HOST, HostCopies, Ready
 from varuna.engine.stage.section import Examples
 from varuna.partition.batch_weight import WeightFunction, counted_targets
 from varuna.partition.model import PartitionedModel
@@ -35,7 +35,7 @@ class LossSums(NamedTuple):
     """False: a stand-in was computed, since no sample of it was read"""
 
     def numbers(self, row: Sequence[float]) -> list[float]:
-        """[weighted loss, weight, metric sums...] from the results as numbers."""
+        """Return [weighted loss, weight, metric sums...] from the results as numbers."""
         loss, *sums = row
         weighted = loss * self.factor if self.factor else 0.0  # a mean over no targets is NaN and counts nothing
         return [weighted, self.weight, *(sums if self.is_there else [0.0] * len(sums))]
@@ -77,6 +77,7 @@ def sums_of(
     elif targets is None:
         weight = float(examples.samples)
     else:
+        # Counted again on the host, from the samples: reading the device's count would wait for the GPU before each B.
         on_host = None if targets.device == HOST or batch is None else counted_targets(model, batch.tensors)
         weight = float(targets.detach()) if on_host is None else on_host
     if not 0 <= weight < float("inf"):
@@ -100,20 +101,30 @@ class Losses:
         """
         self._rows, self._copies, self._lock = rows, copies, threading.Lock()
         self._known = {each.micro_batch: list(each.values) for each in known}
-        self._added: list[tuple[int, LossSums, Ready]] = []
+        self._added: list[tuple[int, LossSums, list[float] | Tensor, Ready]] = []
         self._table = torch.empty(0)
 
     def add(self, micro_batch: int, sums: LossSums) -> None:
         """Add what a micro-batch says, by the thread that computes; it is on its way to the host then."""
-        row = torch.stack([value.detach().reshape(()).double() for value in sums.results])
+        row: list[float] | Tensor
+        there: Ready = DONE
+        if self._copies is CPU_COPIES:  # they are there already, and a table of them would cost more than the rest
+            row = [value.item() for value in sums.results]
+        else:
+            row, there = self._sent([value.detach() for value in sums.results])
+        with self._lock:
+            self._added.append((micro_batch, sums._replace(results=()), row, there))
+
+    def _sent(self, results: Sequence[Tensor]) -> tuple[Tensor, Ready]:
+        """Begin one copy of all results, as float64, as in the vote (core.vote)."""
+        row = torch.stack([value.reshape(()).double() for value in results])
         if not self._table.numel():
             self._table = self._copies.room(self._rows * row.nbytes).view(row.dtype).view(self._rows, -1)
-        there = self._copies.down([(row, self._table[len(self._added)])])
-        with self._lock:
-            self._added.append((micro_batch, sums._replace(results=()), there))
+        place = self._table[len(self._added)]
+        return place, self._copies.copy_to_host([(row, place)])
 
     def numbers(self, *, now: bool = False) -> dict[int, list[float]]:
-        """[weighted loss, weight, metric sums...] of each micro-batch so far.
+        """Return [weighted loss, weight, metric sums...] of each micro-batch so far.
 
         Args:
             now: without waiting for a GPU, which may hang: of those that are on the host.
@@ -121,8 +132,10 @@ class Losses:
         with self._lock:
             added = list(self._added)
         if now:
-            added = list(takewhile(lambda each: each[2].passed(), added))
+            # Copies end in the order in which they began: the first that has not ends the list.
+            added = list(takewhile(lambda each: each[3].passed(), added))
         elif added:
-            added[-1][2].wait()  # they come in order
-        rows = self._table[: len(added)].tolist()
-        return self._known | {number: sums.numbers(row) for (number, sums, _), row in zip(added, rows, strict=True)}
+            added[-1][3].wait()  # they come in order
+        return self._known | {
+            number: sums.numbers(row.tolist() if isinstance(row, Tensor) else row) for number, sums, row, _ in added
+        }

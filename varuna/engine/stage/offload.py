@@ -97,11 +97,11 @@ class OffloadedOptimizer:
             for section, following in zip_longest(self._sections, self._sections[1:]):
                 assert arriving is not None
                 fetched, arrived = arriving
-                self._copies.follow(arrived)
+                self._copies.compute_after(arrived)
                 leaving = section.update(fetched, written)
                 self._left.wait()  # a GPU is still at work: the section before this one must have left first
                 arriving = following.fetch(self._left) if following is not None else None
-                self._left = self._copies.down(leaving)
+                self._left = self._copies.copy_to_host(leaving)
                 del leaving  # memory that is freed after the next update would be free only then
         self._left.wait()
 
@@ -111,10 +111,10 @@ class OffloadedOptimizer:
         for optimizer in self._optimizers:
             optimizer.advance()
 
-    def put(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Like ``StageOptimizer.put``; nothing may have been fetched."""
+    def put_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Like ``StageOptimizer.put_state``; nothing may have been fetched."""
         for section in self._sections:
-            section.put(state)
+            section.put_state(state)
 
     def measure(self, value: float) -> None:
         """Like ``StageOptimizer.measure``, for each section's scheduler."""
@@ -180,9 +180,9 @@ class _Section:
         self._rest()
         self._empty()
 
-    def put(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def put_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over state by parameter name, into host memory."""
-        self.optimizer.put(state)
+        self.optimizer.put_state(state)
         self._rest()
 
     def fetch(self, after: Ready) -> tuple[list[Tensor], Ready]:
@@ -201,6 +201,7 @@ class _Section:
         self.optimizer.update(written)
         pairs = [(self.held[name].detach(), master.detach()) for name, master in self._masters.items()]
         slots = self.optimizer.slots()
+        # The first update makes state, and some optimizers replace a tensor by one of another shape.
         new = {
             slot: entries[slot.key]
             for slot, entries in slots.items()
@@ -251,7 +252,7 @@ def optimizer_of(
     gradients: Mapping[str, Tensor],
     steering: Steering = NO_STEERING,
 ) -> StageOptimizer | OffloadedOptimizer:
-    """The optimizer of a stage, in host memory if the job says so.
+    """Make the optimizer of a stage, in host memory if the job says so.
 
     Args:
         job: what the user asked for.
@@ -283,6 +284,7 @@ def optimizer_of(
     )
     if not job.memory.offload_optimizer:
         return build(named)
+    # A tied parameter is updated once, with its first section here.
     first = {name: graph.index for graph in reversed(graphs) for name in graph.parameters}
     return OffloadedOptimizer(
         build,

@@ -82,6 +82,7 @@ class StageOptimizer:
             if not self.is_torchs:
                 names = {parameter: name for name, parameter in named}
                 for group in (group for _, part in parts_in(self._optimizer) for group in part.param_groups):
+                    # The user's loop over parameters may draw numbers: keyed by name, they are the same on every stage.
                     group["params"] = Keyed(group["params"], [names[each] for each in group["params"]], "optimizer")
         self._options = options_alone(whole) if self._optimizer is None and whole else self._optimizer
         if self._options is None:
@@ -89,9 +90,9 @@ class StageOptimizer:
         if scheduler is not None:
             self._scheduler = _scheduled(scheduler, self._options)
         self._replay(steps_done, steering)
-        self.put(state)  # last: what a step has changed, it has changed after the schedule
+        self.put_state(state)  # last: what a step has changed, it has changed after the schedule
 
-    def put(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def put_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over state by parameter name, of those parameters that are here, and what was kept beside it.
 
         Raises:
@@ -99,7 +100,7 @@ class StageOptimizer:
         """
         if self._optimizer is None:
             return
-        self._state.put(state)
+        self._state.put_state(state)
         self._state.put_beside(state)
         for slot, entries in self.slots().items():
             entries[slot.key] = entries[slot.key].to(self._home or self._named[slot.name].device)
@@ -130,7 +131,7 @@ class StageOptimizer:
             written(self._named)
 
     def slots(self) -> dict[TensorSlot, dict[str, Any]]:
-        """State that torch keeps with the parameter; the value is ``entries[slot.key]``.
+        """Return state that torch keeps with the parameter; the value is ``entries[slot.key]``.
 
         All tensors but the counter of steps, which stays on the host unless a fused or capturable optimizer reads it.
         """
@@ -168,7 +169,7 @@ class StageOptimizer:
             )
 
     def options(self) -> Sequence[Mapping[str, Any]] | None:
-        """The parameter groups with their options, as they are now; None where the groups are not known."""
+        """Return the parameter groups with their options, as they are now; None where they are not known."""
         return None if self._options is None else self._options.param_groups
 
     def write(self, values: Writes) -> None:
@@ -183,6 +184,7 @@ class StageOptimizer:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # "step() before optimizer.step()": this is a replay
             if written is not None:
+                # In the order in which it happened: steps and measurements before the write, the write, then the rest.
                 self._follow(written.steps, told[: written.measured])
                 self.write(written.values)
                 steps, told = steps - written.steps, told[written.measured :]
@@ -229,7 +231,7 @@ def call_before_step(function: BeforeStep | None, named: NamedParameters, step: 
 
 
 def _scheduled(factory: SchedulerFactory, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """The user's scheduler, before step 0."""
+    """Make the user's scheduler, before step 0."""
     try:
         scheduler = factory(optimizer)
     except (ValueError, IndexError) as error:

@@ -41,17 +41,17 @@ class Written:
 
     @cached_property
     def mark(self) -> float:
-        """A number that tells one such value from another; a thousand ranks' add up exactly."""
+        """Number that tells one such value from another; a thousand ranks' add up exactly."""
         return float(zlib.crc32(json.dumps(self.as_json(), sort_keys=True).encode()))
 
     def as_json(self) -> JSON:
-        """For checkpoints, and for workers that join."""
+        """Return it for checkpoints, and for workers that join."""
         listed = [[group, key, value] for (group, key), value in sorted(self.values.items())]
         return [self.steps, self.measured, as_json(listed, "an option of the optimizer")]
 
     @classmethod
     def from_json(cls, value: JSON) -> Self:
-        """Inverse of ``as_json``."""
+        """Read what ``as_json`` made."""
         steps, measured, listed = cast(list[Any], value)
         return cls(steps, measured, {(group, key): found for group, key, found in from_json(listed)})
 
@@ -60,7 +60,7 @@ class Written:
 
 
 class Steering(NamedTuple):
-    """Everything that the loop has told."""
+    """Values that the loop has told the optimizer and its scheduler."""
 
     measured: tuple[float, ...] = ()
     """to a scheduler that waits for measurements"""
@@ -76,7 +76,7 @@ NO_STEERING = Steering()
 
 
 class ParameterGroup(NamedTuple):
-    """One group of the optimizer over the whole model."""
+    """A group of the optimizer over the whole model."""
 
     names: frozenset[str]
     options: Mapping[str, Any]
@@ -84,7 +84,7 @@ class ParameterGroup(NamedTuple):
 
 
 def whole_groups(factory: OptimizerFactory, shapes: Mapping[str, Sequence[int]]) -> tuple[ParameterGroup, ...]:
-    """Groups of an optimizer over all parameters, which have no values here; () if the factory wants some.
+    """Find the groups of an optimizer over all parameters, which have no values here; () if the factory wants some.
 
     Args:
         factory: the user's.
@@ -116,6 +116,7 @@ def complete(
     own: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         mine = {names[id(parameter)] for parameter in group["params"]}
+        # Groups keep their order, so each is looked for behind the one before; an empty one fits where no name is here.
         later = range(max(own, default=-1) + 1, len(whole))
         fitting = (i for i in later if mine <= whole[i].names and (mine or whole[i].names.isdisjoint(names.values())))
         place = next(fitting, None)
@@ -128,7 +129,7 @@ def complete(
 
 
 def options_alone(whole: Sequence[ParameterGroup]) -> torch.optim.Optimizer:
-    """An optimizer with the groups of the whole model and no parameters, where a stage has nothing to train."""
+    """Make an optimizer with the groups of the whole model and no parameters, where a stage has nothing to train."""
     made = torch.optim.Optimizer([{"params": [], **copy.deepcopy(dict(each.options))} for each in whole], {})
     vars(made)["_opt_called"] = True  # it makes no steps, and a scheduler would warn that it comes before them
     return made

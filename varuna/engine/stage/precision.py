@@ -17,17 +17,17 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """``value`` in the compute dtype, if it is floating; fp32 runs leave every dtype as the model has it."""
+    """Return ``value`` in the compute dtype, if it is floating; fp32 runs leave every dtype as the model has it."""
     return value.to(dtype) if is_cast(value, dtype) else value
 
 
 def is_cast(value: Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``cast`` changes ``value``."""
+    """Return whether ``cast`` changes ``value``."""
     return dtype is not torch.float32 and value.is_floating_point() and value.dtype is not dtype
 
 
 def unit_near(weight: float) -> float:
-    """The power of two next to the weight of a global batch: fp16 gradients are divided by it."""
+    """Return the power of two next to the weight of a global batch: fp16 gradients are divided by it."""
     return 2.0 ** round(math.log2(weight))
 
 
@@ -58,7 +58,7 @@ class ComputeCopies:
         )
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor that sections are given."""
+        """Return the tensor that sections are given."""
         return self._copies[name]
 
     def refresh(self, written: Mapping[str, Tensor]) -> None:

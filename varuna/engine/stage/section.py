@@ -43,7 +43,7 @@ class Tensors:
 
 
 class Examples(NamedTuple):
-    """One micro-batch as a section sees it."""
+    """A micro-batch as a section sees it."""
 
     inputs: Mapping[str, Tensor]
     size: int
@@ -115,6 +115,7 @@ class SectionRunner:
         """
         seeded = partial(self._seeded, step, micro_batch)
         with torch.no_grad():
+            # The same kind of arguments in F and in R, so the same graph and kernels (see ``_taken``).
             arguments = self._arguments(self._taken(values), examples, "F")
             run = self._run(arguments, examples, seeded) if self._compiled else self._without_graph(arguments)
             with seeded():
@@ -154,6 +155,7 @@ class SectionRunner:
         saving = _QUIET if self._stream is None else self._stream.saving(self.section.index)
         with _QUIET if torch.is_grad_enabled() else torch.enable_grad(), saving, seeded():
             made = self._noted(self._called(run, arguments), micro_batch)
+        # B reads the gradients of what was taken from these; joined values get theirs within autograd.
         leaves = dict(zip(self.section.takes, taken, strict=True))
         if joined:
             leaves = {name: leaf for name, leaf in leaves.items() if name not in joined}
@@ -167,14 +169,14 @@ class SectionRunner:
             raise
 
     def _without_graph(self, arguments: list[Any]) -> Run:
-        """The section's graph for F."""
+        """Return the section's graph for F."""
         if self._plain is None:
             self._plain = direct(without_graph(self.section.module, arguments))
         run: Run = self._plain.forward
         return run
 
     def _run(self, arguments: list[Any], examples: Examples, seeded: Seeded) -> Run:
-        """The section's graph, or what it was compiled to."""
+        """Return the section's graph, or what it was compiled to."""
         if self._compiled is None:
             if self._graph is None:
                 self._graph = direct(self.section.module).forward
@@ -185,7 +187,7 @@ class SectionRunner:
         return self._runs[key]
 
     def _taken(self, values: Mapping[str, Tensor], joined: Collection[str] = ()) -> list[Tensor]:
-        """The values that the section takes, as leaves of its own but for the joined; F and R get the same kind."""
+        """Return the values that the section takes, as its own leaves but for the joined; F and R get the same kind."""
         return [
             values[name].detach().requires_grad_() if grad and name not in joined else values[name]
             for name, grad in zip(self.section.takes, self._grad_taken, strict=True)
@@ -203,6 +205,7 @@ class SectionRunner:
 
     def _arguments(self, taken: list[Tensor], examples: Examples, way: Pass) -> list[Any]:
         section = self.section
+        # Kernels may be chosen by strides, which must not depend on how samples were stacked.
         inputs = [examples.inputs[key].contiguous() for key in section.inputs]
         size = [examples.size] if section.needs_batch_size else []
         leaves: Iterable[Tensor] = self._tensors.leaves
@@ -212,7 +215,7 @@ class SectionRunner:
         return [*taken, *inputs, *size, *leaves, *self._tensors.fixed]
 
     def _seeded(self, step: int, micro_batch: int) -> AbstractContextManager[object]:
-        """Randomness keyed by (seed, step, global micro-batch, section): the same in F, R and any plan."""
+        """Seed the randomness by (seed, step, global micro-batch, section): the same in F, R and any plan."""
         return _Seeded(derive_key(self._seed, step, micro_batch, self.section.index)) if self.section.random else _QUIET
 
 
@@ -223,6 +226,7 @@ class _Seeded(AbstractContextManager[object]):
         self._key = key
 
     def __enter__(self) -> object:
+        # Several ranks may be threads of one process, which has one generator.
         generator_lock.acquire()
         torch.default_generator.manual_seed(self._key)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # this process computes on a GPU, its current one

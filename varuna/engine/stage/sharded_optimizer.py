@@ -2,7 +2,7 @@
 
 Each section's state is with an owner and a mirror (``core.sharded_optimizer``). Both apply the update, bit for bit the
 same; then the owner sends the section's new parameters to all others, as the sections compute with them. That is after
-the vote: a committed section needs one of its two holders, and nobody else.
+the vote: a committed section needs one of its two holders, and no other replica.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ class ShardedOptimizerState:
         self.complete = True
         """the parameters of lent sections are as new as all others"""
         self.sends = tuple(section for section in sections if len(self.holders[section]) < self.replicas)
-        """sections that are not with everybody, so that new parameters travel"""
+        """sections that some replica does not update, so that new parameters travel"""
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -59,15 +59,15 @@ class ShardedOptimizerState:
         return (*(self.lent if self.complete else ()), *sorted(self.missing))
 
     def applied(self, *, overflowed: bool) -> None:
-        """A step was applied to what is held; ``overflowed``: it changed nothing, here or elsewhere."""
+        """Note that a step was applied to what is held; ``overflowed``: it changed nothing, here or elsewhere."""
         self.complete = self.complete and (overflowed or not self.lent)
 
     def without_exchange(self) -> AbstractContextManager[None]:
-        """In this block an optimizer steps that other replicas do not step at the same time."""
+        """Let an optimizer step in this block that other replicas do not step at the same time."""
         return no_exchange(_NO_EXCHANGE) if self._is_sharded else nullcontext()
 
     def rounds(self) -> list[list[tuple[int, int]]]:
-        """(owner, section) of all messages: in a round each replica sends one section, so little waits in memory."""
+        """Return (owner, section) of all messages, by round: each replica sends one section in it, so little waits."""
         owned: list[list[tuple[int, int]]] = [[] for _ in range(self.replicas)]
         for section in self.sends:
             owner = self.holders[section][0]
@@ -78,7 +78,7 @@ class ShardedOptimizerState:
         """Bring lent sections to the newest step; blocks until this replica has sent and received everything.
 
         Args:
-            values: of each section, what it computes with and somebody updates, in an order that all replicas share;
+            values: of each section, what it computes with and its owner updates, in an order that all replicas share;
                 those of lent sections are written.
             group: the replicas of the stage.
 
@@ -91,6 +91,7 @@ class ShardedOptimizerState:
                 if section in self.lent:
                     size_bytes = sum(value.nbytes for value in values[section])
                     buffer = torch.empty(size_bytes, dtype=torch.uint8)
+                    # Receives of a round are posted before its sends: two owners that send to each other cannot block.
                     arriving.append((section, group.receive(buffer, owner, _TAG + section)))
             for owner, section in messages:
                 if owner == self.replica:
@@ -109,6 +110,7 @@ def _unpack(buffer: Tensor, values: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for value in values:
             stop = first + value.nbytes
+            # A view of another dtype must begin at a multiple of its size.
             part = buffer[first:stop] if first % value.itemsize == 0 else buffer[first:stop].clone()
             value.copy_(part.view(value.dtype).view(value.shape))
             first = stop

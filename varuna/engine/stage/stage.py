@@ -1,4 +1,16 @@
-"""A stage on one rank: its sections' parameters, gradient buffers, optimizer and computations."""
+"""A stage on one rank: its sections' parameters, gradient buffers, optimizer and computations.
+
+        section i           i + 1        ...   the ``keep`` last
+F  -->  no graph       -->  no graph     -->   tape          -->  activation for the next stage
+R  -->  tape           -->  tape               (have tapes)
+B  <--  tape           <--  tape         <--   tape          <--  gradient from the next stage
+          |                   |                  |
+        bucket i            bucket i + 1       bucket             sums over micro-batches, by section
+          +-- reduced over the replicas, voted on, then ``apply``: x scale, optimizer, copies to compute with
+
+Sections have their numbers in the model on every rank; ``position`` counts within the stage. Of the first
+``gradient_free`` sections only F runs. I is B without gradients of weights, which W adds to the buckets later.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -30,7 +42,7 @@ from varuna.engine.stage.precision import ComputeCopies, HalfGradients
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors, flow_on
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
 from varuna.engine.stage.sums import ResumedStep, StepShare, Sums, TiedTotals
-from varuna.engine.stage.tape import Tape, backward, crossing, join, joined_values, take_row
+from varuna.engine.stage.tape import Tape, backward, crossing, join_tapes, joined_values, take_row
 from varuna.partition import after_step
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.held_names import owned_elsewhere
@@ -38,7 +50,7 @@ from varuna.partition.model import PartitionedModel
 from varuna.partition.parameter_marks import put_marks
 
 Results = tuple[Tensor, ...]
-Left = tuple[int, int, PendingWeights | None]
+DeferredWeightGrad = tuple[int, int, PendingWeights | None]
 """A section, a micro-batch, and the weight gradients that I left for W; None: I ran it whole."""
 
 
@@ -77,7 +89,7 @@ class Stage:
         self.still = StateGate(None if missing else next_step)  # copies of it, and saves, wait until it is whole
         self.sharding = ShardedOptimizerState(plan, job, stage, replica, missing)
         self.gradient_free = len(range(self.sections.start, min(self.sections.stop, job.model.gradient_free)))
-        """number of first sections with nothing to train in them or below them: F only, never R or B"""
+        """number of first sections with nothing to train in them or before them: F only, never R or B"""
         graphs = [job.model.sections[section] for section in self.sections]
         streamed = streamed_by(plan, job.model, self.sections)
         self.parameters = load_state.parameters_of(
@@ -104,6 +116,7 @@ class Stage:
         self._compute = ComputeCopies(self.parameters, job.dtype, job.device, resting=streamed)
         for graph in graphs:
             leaves = {
+                # A tied one has a leaf in each section: gradients are added in section order, wherever stages begin.
                 name: self._compute[name].detach().requires_grad_() if name in tied else self._compute[name]
                 for name in dict.fromkeys(graph.parameters)
                 if name in job.model.trainable
@@ -126,7 +139,9 @@ class Stage:
         known = load_state.optimizer_state_of(states, self.sharding.whole)
         self.optimizer = optimizer_of(job, graphs, updated, known, next_step, self._gradients, steering)
         self._show(self._gradients)
+        # Where ``p.data`` is put back if the user's code assigns it: links and sections have views of this memory.
         self._homes = {name: value.detach() for name, value in self.parameters.items()}
+        # A tied parameter counts once, in the stage that has its lowest section.
         foreign = {p.name for p in self.tied if p.owner not in self.sections}
         named = (*self.parameters.items(), *self.optimizer.parameters.items())
         self.owned = frozenset(id(value) for name, value in named if name not in foreign)
@@ -134,7 +149,7 @@ class Stage:
         self.loss_scale = load_state.loss_scale_of(states) if job.dtype is torch.float16 else None
         self.local_exchange = LocalExchange()
         self.copied: Ready = DONE
-        """until then somebody copies the state: the next update waits for it, nothing else does"""
+        """until then the state is being copied: the next update waits for it, nothing else does"""
         self._asked: tuple[int, frozenset[str]] = (-1, frozenset())  # the step for which ``frozen`` was asked last
         self._undo: Callable[[], None] | None = None  # puts back what was before a tentative step
 
@@ -150,7 +165,7 @@ class Stage:
     def evaluation_runners(
         self, model: PartitionedModel, buffers: Mapping[str, Tensor], *, averaged: bool
     ) -> list[SectionRunner]:
-        """The sections of the same model in evaluation mode, over this stage's parameters and newest buffers.
+        """Make the sections of the same model in evaluation mode, over this stage's parameters and newest buffers.
 
         Args:
             model: cut as the job's model.
@@ -171,6 +186,7 @@ class Stage:
         compiler: Compiler | None,
     ) -> SectionRunner:
         job, graph = self.job, model.sections[section]
+        # The stage's own come last: they are the newest.
         known = {**buffers, **self.buffers}
         fixed = [known[name] for name in graph.buffers]
         fixed += [model.constants[name].to(job.device) for name in graph.constants]
@@ -182,13 +198,13 @@ class Stage:
             crossings,
             job.seed,
             halved=partial(job.halves.of, model),
-            note=self.statistics.note,
+            note=self.statistics.keep_found,
             compiled=None if compiler is None else compiler.of,
-            guard=self.truths.note,
+            guard=self.truths.keep_results,
         )
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Trainable parameters by the model's own names, each once, in the order of sections."""
+        """Return trainable parameters by the model's own names, each once, in the order of sections."""
         return [(name, value) for name, value in self.parameters.items() if name in self.job.model.trainable]
 
     # -- computation -------------------------------------------------------------------------------
@@ -204,7 +220,7 @@ class Stage:
         split: bool = False,
         joined: bool = False,
     ) -> tuple[dict[str, Tensor], Results, list[Tape], dict[str, Tensor]]:
-        """F: what crosses into the next stage, or the last stage's results; what was kept; and what R begins with.
+        """Run F; return what crosses into the next stage, or the last one's results, what was kept, and R's input.
 
         Args:
             values: what has crossed into the stage.
@@ -218,11 +234,14 @@ class Stage:
         flowing: dict[str, Tensor] = dict(values)
         made: Results = ()
         tapes: list[Tape] = []
+        # The first ``gradient_free`` sections have no B, so a graph of theirs would be of no use.
         first_kept = max(len(self.sections) - keep, self.gradient_free)
         begin: dict[str, Tensor] = {}
         for position, runner in enumerate(self.variants[examples.variant]):
+            # R begins behind the sections that B never reaches, with what crosses into the first that it does.
             if position == self.gradient_free < first_kept:
                 begin = flowing
+            # A kept section runs as in R, by the same seeds: its tape serves B as R's would.
             if position < first_kept:
                 made = runner.forward(flowing, examples, step, micro_batch)
             else:
@@ -242,7 +261,7 @@ class Stage:
         split: bool = False,
         joined: bool = False,
     ) -> list[Tape]:
-        """R: what B needs of all sections but the ``keep`` last, whose F kept it, and those before the ``first``."""
+        """Run R; return tapes of the sections from ``first`` on, but for the ``keep`` last, whose F kept theirs."""
         flowing: dict[str, Tensor] = dict(values)
         tapes: list[Tape] = []
         for runner in self.variants[examples.variant][first : len(self.sections) - keep]:
@@ -271,7 +290,7 @@ class Stage:
         taken = joined_values(tapes, section, links)
         tape = runner.record(values, examples, step, micro_batch, joined=taken)
         if taken:
-            join(tapes, tape, links, taken)
+            join_tapes(tapes, tape, links, taken)
         else:
             tapes.append(tape)
         return crossing(tape.made)
@@ -279,7 +298,7 @@ class Stage:
     def backward(
         self, tapes: list[Tape], gradients: dict[str, Tensor], section_done: Callable[[int], None]
     ) -> dict[str, Tensor]:
-        """B: consume the tapes from the last section to the first; returns gradients of what was received."""
+        """Run B: consume the tapes from the last section to the first; return gradients of what was received."""
         while tapes:
             if tapes[-1].row is not None:
                 row = take_row(tapes)
@@ -291,6 +310,7 @@ class Stage:
             section = tape.section.index
             with self.sums.adding(section, tape.micro_batch):
                 backward((tape,), gradients)
+                # A tape that was recorded for two halves may still be run as a whole: then W's part follows at once.
                 if tape.pending is not None:
                     tape.pending.flush()
                 self.buckets[section].collect()
@@ -300,32 +320,36 @@ class Stage:
 
     @contextmanager
     def _adding(self, tape: Tape) -> Iterator[None]:
-        """In this block the backward of a section runs, one of several that have one graph."""
+        """Run the backward of a section, one of several that have one graph, in this block."""
         with self.sums.adding(tape.section.index, tape.micro_batch):
             yield
             self.buckets[tape.section.index].collect()
 
     def _skip(self, section_done: Callable[[int], None]) -> None:
+        # They have no backward, but the reducer counts on a call for every section, the last first.
         for section in reversed(self.sections[: self.gradient_free]):
             section_done(section)
 
-    def input_backward(self, tapes: list[Tape], gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Left]]:
-        """I: the gradients of what was received, and the weight gradients that are left for W.
+    def input_backward(
+        self, tapes: list[Tape], gradients: dict[str, Tensor]
+    ) -> tuple[dict[str, Tensor], list[DeferredWeightGrad]]:
+        """Run I; return the gradients of what was received, and the weight gradients that are left for W.
 
         Sections that cannot be split run whole.
         """
-        left: list[Left] = []
+        left: list[DeferredWeightGrad] = []
         while tapes:
             tape = tapes.pop()
             section = tape.section.index
             with self.sums.adding(section, tape.micro_batch, whole=tape.pending is None):
                 backward([tape], gradients)
                 self.buckets[section].collect()
+            # From the last section to the first, as in B: the reducer gets them from W in that order, too.
             left.append((section, tape.micro_batch, tape.pending))
         return gradients, left
 
-    def weight_backward(self, left: list[Left], section_done: Callable[[int], None]) -> None:
-        """W: consume what ``input_backward`` left, from the last section to the first."""
+    def weight_backward(self, left: list[DeferredWeightGrad], section_done: Callable[[int], None]) -> None:
+        """Run W: consume what ``input_backward`` left, from the last section to the first."""
         for section, micro_batch, pending in left:
             if pending is not None:
                 with self.sums.adding(section, micro_batch, rest=True):
@@ -357,7 +381,7 @@ class Stage:
         return HeldSums(micro_batch=m, sections=found, without=without, losses=self.work.known)
 
     def squared_norms(self) -> dict[int, float]:
-        """Squared L2 norm of each section's reduced gradients, float64; a tied parameter counts at its owner only."""
+        """Return the squared L2 norm of each section's reduced gradients; a tied parameter counts at its owner only."""
         norms = squared_norms(self.buckets, self.tied, self.totals.known, but=self._frozen)
         return {section: norm / self.gradient_scale**2 for section, norm in norms.items()}
 
@@ -370,18 +394,21 @@ class Stage:
             exchange: answers ``all_reduce_shared`` instead of the engine: the tracer's.
             overflowed: some gradient of the job is not finite, in fp16: nothing is updated.
         """
+        # The manager's verdict may ask for a step that is applied here already.
         if step < self.next_step:
             return
         assert step == self.next_step, f"step {step} cannot be applied on top of {self.next_step}"
         if overflowed:
             self.roll_back()
+        # Else it was applied before the vote, and the vote only confirms it.
         elif self._undo is None:
             with installed(exchange or (LateExchange(self.owned) if self.plan.is_cut else self.local_exchange)):
                 self._update(scale)
         self._undo = None
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(overflowed)
-        self.job.traffic.saves.follow(self.copied)
+        self.job.traffic.saves.compute_after(self.copied)
+        # Only now: buffers and the user's ``after_step`` have no undo, and the step is certain.
         self.statistics.apply(self.buffers)
         _run_after_step(self.job, self.parameters, self.buffers, self._compute, step)
         self.optimizer.advance()
@@ -397,6 +424,7 @@ class Stage:
         stage is as it was.
         """
         assert self._undo is None
+        # Before anything changes: the vote may still say no, or another stage fail.
         self._undo = self.optimizer.copies()
         try:
             with installed(exchange):
@@ -415,10 +443,12 @@ class Stage:
             self._compute.refresh(self.parameters)
 
     def _update(self, scale: float) -> None:
-        self.job.traffic.saves.follow(self.copied)
+        self.job.traffic.saves.compute_after(self.copied)
+        # In fp16 the sums are scaled by a power of two, so this division costs no bit.
         scale /= self.gradient_scale
         self.sums.discard()
-        self.totals.settle()
+        # After ``discard``: over the section's own sum, from which another worker could have resumed.
+        self.totals.place_totals()
         for bucket in self.buckets.values():
             bucket.flat.mul_(scale)
         self._show(self.totals.views)
@@ -426,8 +456,10 @@ class Stage:
         frozen = self._frozen
         for name in frozen:
             self.parameters[name].grad = None
+            # None, not zero: optimizers skip such parameters, moments and weight decay included.
             del self._gradients[name]
         is_torchs = self.job.before_step is None and self.optimizer.is_torchs
+        # Keyed by the step: all replicas draw the same, under any plan.
         with nullcontext() if is_torchs else SeededTurn(self.job.seed, "update", self.next_step):
             call_before_step(self.job.before_step, self.named_parameters(), self.next_step)
             with self.sharding.without_exchange():
@@ -471,14 +503,14 @@ class Stage:
         return self._asked[1]
 
     def _show(self, gradients: Mapping[str, Tensor]) -> None:
-        """Gradients where the user's code looks for them; not where a parameter is a copy, or in another memory."""
+        """Put gradients where the user's code looks for them; not where a parameter is a copy, or in another memory."""
         if not self.job.masters_away:
             for name, gradient in gradients.items():
                 if self.parameters[name].dtype is gradient.dtype:
                     self.parameters[name].grad = gradient
 
     def exchanged_parameters(self) -> dict[int, list[Tensor]]:
-        """For each section that only some replicas update, the tensors that it computes with and they write."""
+        """Return, for each section that only some replicas update, the tensors that it computes with and they write."""
         sections, trainable = self.job.model.sections, self.job.model.trainable
         return {
             section: [self._compute[name] for name in dict.fromkeys(sections[section].parameters) if name in trainable]
@@ -490,13 +522,13 @@ class Stage:
     def complete(self, rest: SectionState) -> None:
         """Take over the rest of the state of a section that was ``missing``; before the update that needs it."""
         load_state.put_parameters(rest, self.parameters)
-        self.optimizer.put(load_state.optimizer_state_of({rest.section: rest}, (rest.section,)))
+        self.optimizer.put_state(load_state.optimizer_state_of({rest.section: rest}, (rest.section,)))
         self.sharding.missing -= {rest.section}
         if not self.sharding.missing:
-            self.still.rests(self.next_step)
+            self.still.open_at(self.next_step)
 
     def state_of(self, section: int, *, owned_only: bool = False) -> SectionState:
-        """A section's state as references (not copies); without optimizer state where other replicas have it.
+        """Return a section's state as references (not copies); without optimizer state where other replicas have it.
 
         ``owned_only`` leaves out copies of what another section owns.
         """

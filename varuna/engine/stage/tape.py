@@ -21,12 +21,12 @@ class Row:
     """Sections that have one graph."""
 
     def __init__(self, begin: int) -> None:
-        """Begin with one, of which another goes on the graph."""
+        """Begin with one, whose graph another one continues."""
         self.begin = begin
         self.reach: Callable[[int], None] | None = None
         """while a backward runs, called with each section whose gradients come"""
 
-    def watch(self, value: Tensor, maker: int) -> None:
+    def watch_gradient(self, value: Tensor, maker: int) -> None:
         """Let the gradient of a value be what a message would make of it, and tell that it comes."""
         value.register_hook(partial(self._pass, maker))  # type: ignore[no-untyped-call]
 
@@ -48,7 +48,7 @@ class Tape(NamedTuple):
     """takes its weight gradients for later; None: they come with the input gradients"""
     micro_batch: int = 0
     row: Row | None = None
-    """of which it goes on the graph; None: it begins one"""
+    """sections whose graph it continues; None: it begins one"""
 
     @property
     def begin(self) -> int:
@@ -60,7 +60,7 @@ Inside = Callable[[Tape], AbstractContextManager[None]]
 
 
 def crossing(made: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Values as they cross a section boundary, also within a stage: without a graph, dense, nothing left to conjugate.
+    """Return values as they cross a section boundary, also within a stage: without a graph, and ``dense``.
 
     A message makes them so; they must not be others where no message is sent.
     """
@@ -68,7 +68,7 @@ def crossing(made: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def dense(value: Tensor) -> Tensor:
-    """A value as a message would make it."""
+    """Return a value as a message would make it: contiguous, without pending conjugation or negation."""
     found = value.contiguous()
     return found.resolve_conj().resolve_neg() if found.is_conj() or found.is_neg() else found
 
@@ -77,7 +77,7 @@ def dense(value: Tensor) -> Tensor:
 
 
 def joined_values(tapes: Sequence[Tape], section: int, links: Links) -> dict[str, Tensor]:
-    """Those values that a section takes with their graph; none: it begins one.
+    """Find the values that a section takes with their graph; none: it begins one.
 
     Args:
         tapes: of the sections before it that were recorded just now.
@@ -87,15 +87,17 @@ def joined_values(tapes: Sequence[Tape], section: int, links: Links) -> dict[str
     if not tapes or (begin := tapes[-1].begin) < links.earliest:
         return {}
     found = {link.name: tapes[link.maker - section].made[link.place] for link in links.taken if link.maker >= begin}
+    # A message would hand on a copy of a value that is not dense, so such a value cuts the graph within a stage, too.
     return found if all(value.requires_grad and dense(value) is value for value in found.values()) else {}
 
 
-def join(tapes: list[Tape], tape: Tape, links: Links, taken: Mapping[str, Tensor]) -> None:
+def join_tapes(tapes: list[Tape], tape: Tape, links: Links, taken: Mapping[str, Tensor]) -> None:
     """Put a tape behind those that hold some of its values, which they need not hold any more."""
     row = tapes[-1].row or Row(tapes[-1].begin)
     for name, maker, place in links.taken:
         if name in taken:
-            row.watch(taken[name], maker)
+            row.watch_gradient(taken[name], maker)
+            # From the end: ``tapes`` has the sections just before this one, with consecutive numbers.
             tapes[maker - tape.section.index].made[place] = _GONE
     tapes.append(tape._replace(row=row))
 
@@ -112,7 +114,7 @@ def take_row(tapes: list[Tape]) -> list[Tape]:
 
 
 def backward(row: Sequence[Tape], gradients: dict[str, Tensor], inside: Inside | None = None) -> None:
-    """Backward of sections of one graph, in place of ``gradients``: those of what they made go, of what they took come.
+    """Run the backward of sections of one graph; in ``gradients``, those of what they took replace what they made.
 
     ``gradients`` sums the contributions of later sections first, so the order of additions does not depend
     on where stages begin. Gradients of parameters accumulate in the leaves.
@@ -126,6 +128,7 @@ def backward(row: Sequence[Tape], gradients: dict[str, Tensor], inside: Inside |
         (made, gradient)
         for tape in row
         for name, made in zip(tape.section.makes, tape.made, strict=True)
+        # Values that later sections do not use have none, and may not require any.
         if (gradient := gradients.pop(name, None)) is not None and made.requires_grad
     ]
     passage = None if inside is None else _Passage(row, inside)
@@ -142,12 +145,13 @@ def backward(row: Sequence[Tape], gradients: dict[str, Tensor], inside: Inside |
         for name, taken in tape.taken.items():
             if taken.grad is not None:
                 known = gradients.get(name)
+                # Later sections have added theirs before, since backwards go from the last to the first.
                 gradients[name] = dense(taken.grad) if known is None else known + taken.grad
                 taken.grad = None
 
 
 def _run_backward(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """``torch.autograd.backward`` without its preparations, which cost as much as a small graph.
+    """Call ``torch.autograd.backward`` without its preparations, which cost as much as a small graph.
 
     They fill in what is not given, and compare shapes; the engine itself refuses gradients that do not fit.
     """
@@ -167,7 +171,7 @@ class _Passage:
 
     @contextmanager
     def all(self) -> Iterator[None]:
-        """In this block autograd runs; at its end all parts are through."""
+        """Let autograd run in this block; at its end all parts are through."""
         first, last = self._row[0], self._row[-1].section.index
         if first.row is not None:
             first.row.reach = self._reach
@@ -184,7 +188,7 @@ class _Passage:
         self._around.__exit__(None, None, None)
 
     def _reach(self, section: int) -> None:
-        """Autograd begins with a section: it is through with those behind it."""
+        """Note that autograd begins with a section, and so is through with those after it."""
         while self._row[self.at].section.index > section:
             self._around.__exit__(None, None, None)
             self.at += 1

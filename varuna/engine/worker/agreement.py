@@ -31,7 +31,7 @@ class _Holding(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """All holdings of the same thing, with the checksum of each."""
+    """The holdings of one thing, with the checksum of each."""
 
     holdings: tuple[_Holding, ...]
     values: tuple[int, ...]
@@ -43,7 +43,7 @@ def check_agreement(
     """Compare first values of sections over replicas, and of tied parameters over all their copies; blocks.
 
     Processors of several kinds round what they draw each in its own way. Then all holders take the values of the first.
-    Every member of ``group`` takes part, spares too, so that nobody passes before all have their state.
+    Every member of ``group`` takes part, spares too, so that none passes before all have their state.
 
     Args:
         group: every member of the generation.
@@ -67,6 +67,7 @@ def check_agreement(
         if rank == holding.rank:
             state = states[holding.section]
             sums[slot] = checksum(state.tensors[key] for key in holding.keys)
+    # One writer for each slot: the sum is the table, on every rank.
     table = torch.cat((sums, kinds))
     group.all_reduce(table)
     values, kinds = table[: len(holdings)].tolist(), table[len(holdings) :]
@@ -75,9 +76,10 @@ def check_agreement(
         found = _Found(*map(tuple, zip(*pairs, strict=True)))
         if len(set(found.values)) > 1:
             odd.append(found)
+    # On processors of one kind nothing rounds differently, so a difference is a different model.
     wrong = _adopt(group, rank, states, odd) if odd and bool((kinds != kinds[0]).any()) else odd
     if wrong:
-        with contextlib.suppress(RuntimeError):  # nobody leaves before all have seen the difference
+        with contextlib.suppress(RuntimeError):  # none leaves before all have seen the difference
             group.all_reduce(torch.zeros(1))
         raise ModelError(_difference(wrong[0]))
     return bool(odd)
@@ -139,13 +141,13 @@ def share_refusal(group: Group, rank: int, members: int, refusal: VarunaError | 
     if rank == speakers[0]:
         words += torch.tensor(list(text))
     group.all_reduce(words)
-    with contextlib.suppress(RuntimeError):  # nobody leaves before all have heard it
+    with contextlib.suppress(RuntimeError):  # none leaves before all have heard it
         group.all_reduce(torch.zeros(1))
     raise refusal or ModelError(f"rank {speakers[0]} refused the job: {bytes(words.tolist()).decode()}")
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """A hash of shapes and bits, as a signed 64-bit number."""
+    """Hash shapes and bits, to a signed 64-bit number."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
@@ -154,7 +156,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 
 
 def _holdings(model: PartitionedModel, plan: Plan) -> Iterator[_Holding]:
-    """All holdings, those of the same thing next to each other."""
+    """Yield all holdings, those of the same thing next to each other."""
     for section in model.sections:
         label = f"section {section.index} ({section.label})"
         keys = tuple(f"parameters/{name}" for name in dict.fromkeys(section.parameters))

@@ -16,7 +16,7 @@ from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Awaited, Patience
 from varuna.engine.links.links import Courier
 from varuna.engine.worker.generation import Generation
-from varuna.engine.worker.state_transfer import exchange
+from varuna.engine.worker.state_transfer import exchange_states
 from varuna.engine.worker.tell import tell_all
 from varuna.partition.model import PartitionedModel
 from varuna.store.folder import unwritable
@@ -66,7 +66,7 @@ def export_model(
 def gather_model(
     generation: Generation | None, model: PartitionedModel, *, wanted: Callable[[str], bool], average: bool = False
 ) -> dict[str, Tensor] | None:
-    """Tensors of the model by its own names, on the main rank; None on all others.
+    """Return tensors of the model by its own names, on the main rank; None on all others.
 
     Args:
         generation: the newest one; None on a spare.
@@ -81,6 +81,7 @@ def gather_model(
         return None
     plan, rank, stage = generation.assignment.plan, generation.assignment.rank, generation.stage
     speakers = enumerate(stage.sharding.holders)
+    # The first holder speaks for a section: it has averages, too, where the optimizer's state is sharded.
     homes = {section: plan.home_of(holders[0], section) for section, holders in speakers}
     transfers = [Transfer(section=s, source_rank=home, target_rank=0) for s, home in homes.items() if home != 0]
     named = averaged_names if average else own_names
@@ -101,7 +102,7 @@ def gather_model(
         courier = Courier(inbox, "export")
         copies = generation.stage.job.traffic.state
         courier.submit(
-            "exported", lambda: exchange(generation.groups.world, transfers, rank, states, copies=copies).states
+            "exported", lambda: exchange_states(generation.groups.world, transfers, rank, states, copies=copies).states
         )
         try:
             states.update(inbox.take("exported", lambda: Awaited(f"the export of {len(transfers)} sections", peers)))
@@ -120,7 +121,7 @@ def gather_model(
 def spread_model(
     generation: Generation, model: PartitionedModel, *, wanted: Callable[[str], bool]
 ) -> dict[str, Tensor]:
-    """Tensors of the model by its own names, on every rank of the grid, section by section; at most once in each.
+    """Return tensors of the model by its own names, on every rank, section by section; at most once in each.
 
     Args:
         generation: the running one, between two steps.
@@ -136,6 +137,7 @@ def spread_model(
     for section, holders in enumerate(stage.sharding.holders):
         mine: dict[str, Tensor] | None = None
         if rank == plan.home_of(holders[0], section):
+            # A tied parameter goes with the section that owns it.
             named = own_names(_part(stage.state_of(section, owned_only=True), wanted))
             mine = {name: value.detach().cpu().contiguous() for name, value in named.items()}
         if plan.workers > 1:
@@ -167,7 +169,7 @@ def write_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, st
 
 
 def _sync(path: Path) -> None:
-    """A power cut leaves the old file or the new one, whole."""
+    """Make a file durable: a power cut leaves the old one or the new one, whole."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

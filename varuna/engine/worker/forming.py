@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.io.frozen import FrozenParameters, put_back
+from varuna.checkpoint.io.frozen import FrozenParameters, restore_frozen
 from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.checkpoint.manifest import read_manifest
 from varuna.checkpoint.names import split_place
@@ -29,12 +29,12 @@ from varuna.engine.base.transport import FORMING_BOUND_S, Store, prefixed
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.capacity import rounding_kind
 from varuna.engine.links.gpu_links import connect
-from varuna.engine.links.groups import Groups, form
+from varuna.engine.links.groups import Groups, form_groups
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS
 from varuna.engine.worker.agreement import check_agreement, share_refusal
-from varuna.engine.worker.loop_state import LOOP, LoopState, Told, agree
-from varuna.engine.worker.state_transfer import exchange, sums_copied
+from varuna.engine.worker.loop_state import LOOP, LoopState, LoopStateOffer, agree
+from varuna.engine.worker.state_transfer import exchange_states, sums_copied
 from varuna.engine.worker.stored import initial_states, stored_states, stored_sums
 from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.model import PartitionedModel
@@ -95,7 +95,7 @@ class GenerationContext:
     assignment: Assignment
     held: dict[int, SectionState]
     """state that this worker has, for itself and others"""
-    told: Told
+    told: LoopStateOffer
     """the state of its training loop"""
     combines: bool | None
     """the job's steps call ``all_reduce_shared``; None: unknown here"""
@@ -184,7 +184,7 @@ def form_generation(context: GenerationContext, store: Any, made: list[Groups]) 
     Args:
         context: of the generation.
         store: of its members.
-        made: gets groups as soon as they exist, for whoever has to abandon them.
+        made: gets groups as soon as they exist, for the thread that has to abandon them.
 
     Raises:
         RuntimeError: a peer is gone, or the generation was ended meanwhile.
@@ -202,11 +202,13 @@ def form_generation(context: GenerationContext, store: Any, made: list[Groups]) 
         damage = error
     context.at(Awaited("the end of forming", context.others))
     combines = context.combines
+    # One exchange for all of it: it is the barrier, and tells the others what one member knows.
     known = torch.tensor([float(combines is True), float(combines is False), float(damage is not None)])
-    if context.others:  # nobody drops old state before everyone has its own
+    if context.others:  # no rank drops old state before every rank has its own
         with context.span("barrier"):
             groups.world.all_reduce(known)
     if damage is not None or known[2]:
+        # All members raise, after the barrier: the manager then chooses an older checkpoint for all.
         raise damage or DamagedCheckpoint(f"another rank found a damaged shard in {assignment.checkpoint}")
     loop: JSON = None
     if assignment.checkpoint is not None:
@@ -226,7 +228,7 @@ def _connected(context: GenerationContext, store: InterruptibleStore, made: list
     assignment, job = context.assignment, context.worker.job
     plan, rank, traffic, endpoint = assignment.plan, assignment.rank, job.traffic, context.worker.endpoint
     context.at(Awaited("connections", context.others))
-    groups = form(
+    groups = form_groups(
         store,
         generation=assignment.generation,
         rank=rank,
@@ -239,13 +241,18 @@ def _connected(context: GenerationContext, store: InterruptibleStore, made: list
     )
     made.append(groups)
     if context.ended():
-        groups.abandon()  # whoever ended it may have looked into ``made`` before
+        groups.abandon()  # the thread that ended it may have looked into ``made`` before
         raise RuntimeError("the generation ended while it formed")
-    if traffic.fabric is not None and traffic.streams is not None and groups.grid is not None and plan.workers > 1:
-        traffic.fabric.bind(endpoint.host)
+    if (
+        traffic.gpu_transport is not None
+        and traffic.streams is not None
+        and groups.grid is not None
+        and plan.workers > 1
+    ):
+        traffic.gpu_transport.bind(endpoint.host)
         connect(
             groups.direct,
-            traffic.fabric,
+            traffic.gpu_transport,
             traffic.streams,
             plan=plan,
             rank=rank,
@@ -258,7 +265,7 @@ def _connected(context: GenerationContext, store: InterruptibleStore, made: list
 
 
 def _stored_loop(place: str) -> JSON:
-    """The training loop's state in a checkpoint."""
+    """Read the training loop's state in a checkpoint."""
     directory, step = split_place(place)
     first = read_manifest(open_store(directory), step).shards_of(0)[0]
     return cast(JSON, json.loads(first.scalars).get(LOOP))
@@ -275,12 +282,12 @@ def _states(context: GenerationContext, groups: Groups) -> dict[int, SectionStat
     sums: dict[tuple[int, SumLocation], SectionState] = {}
     if assignment.transfers:
         with context.span("move"):
-            received, sums = exchange(
+            received, sums = exchange_states(
                 groups.world, assignment.transfers, rank, held, worker.left_out, job.dtype, job.traffic.state
             )
     if received:
         context.at(Awaited("frozen parameters from the files of weights="))
-        put_back(received, _used(job.model, received), worker.first_values, "what another worker sent")
+        restore_frozen(received, _used(job.model, received), worker.first_values, "what another worker sent")
     states: dict[int, SectionState] = {}
     refusal: VarunaError | None = None
     what = f"first values of {len(wanted)} sections" if assignment.fresh else "state from the checkpoint"
@@ -292,12 +299,13 @@ def _states(context: GenerationContext, groups: Groups) -> dict[int, SectionStat
             refusal = error
     elif assignment.checkpoint is not None:
         holders = holders_of(plan, job.model.facts.sections, shared=job.memory.shard_optimizer)
+        # Of lent sections only what they compute with is read: other replicas have their optimizer state.
         lent = set(wanted) - set(held_by(holders, wanted, plan.place_of(rank).replica))
         states = stored_states(job.model, wanted, assignment.checkpoint, lent=lent, initial=worker.first_values)
         _add_sums(context, states, {}, stored_sums(job.model, states, assignment, job.dtype))
     else:
         states = {section: received[section] if section in received else held[section] for section in wanted}
-        put_back(states, _used(job.model, states), worker.first_values, "the copy of a lost worker's state")
+        restore_frozen(states, _used(job.model, states), worker.first_values, "the copy of a lost worker's state")
         _add_sums(context, states, held, sums)
     if context.others and assignment.fresh:
         context.at(Awaited("the comparison of first values", context.others, checks=True))
@@ -310,7 +318,7 @@ def _states(context: GenerationContext, groups: Groups) -> dict[int, SectionStat
 
 
 def _used(model: PartitionedModel, states: Collection[int]) -> dict[int, Sequence[str]]:
-    """Parameters of sections."""
+    """Return names of parameters, by section."""
     return {section: model.sections[section].parameters for section in states}
 
 
@@ -320,7 +328,8 @@ def _add_sums(
     held: Mapping[int, SectionState],
     arrived: Mapping[tuple[int, SumLocation], SectionState],
 ) -> None:
-    """Put the sums of gradients that this rank goes on from into the states: one that is here as it is, or a new total.
+    """Put the sums of gradients that this rank resumes from into the states: one that is here, or a new total.
+
     They are on the job's device.
 
     None, if what is in them is not what the manager was told: the vote then shows it, and the step runs again. Never in
@@ -340,12 +349,14 @@ def _add_sums(
         is_it = state is not None and state.scalars.get(SUMS) == [list(span) for span in each.micro_batches]
         parts.setdefault(each.section, []).append(state if is_it else None)
     for section, state in states.items():
+        # Copies of the dict, not of tensors: entries are popped from states, which the parts may be.
         known = [part.tensors.copy() for part in parts.get(section, ()) if part is not None]
         for name in (SUMS, COPIED_SUMS, STATISTICS):
             state.tensors.pop(name, None)
             state.scalars.pop(name, None)
         if known and len(known) == len(parts[section]):  # else there are none, and the vote shows it
             sums = [part[SUMS].to(device) for part in known]
+            # In the order of ``taken``, which the manager decided: the bits do not depend on what arrives first.
             state.tensors[SUMS] = sum(sums[1:], sums[0])  # no copy, if there is one
             if STATISTICS in known[0]:
                 state.tensors[STATISTICS] = torch.cat([part[STATISTICS] for part in known])

@@ -1,4 +1,13 @@
-"""One rank's part in one generation: its groups, stage, links and reductions, from forming to the end."""
+"""One rank's part in one generation: its groups, stage, links and reductions, from forming to the end.
+
+make_generation   thread "forming": store, connections, state of this rank's sections, barrier (``forming``)
+                  training thread: waits for it in the inbox, so the end of the generation ends it
+build_stage       the stage over these states, with the sums of a step that was broken off
+send_rest         threads: optimizer state that other ranks need before their first update
+open_generation   threads: links, loader, reductions, what follows to this rank, copies to and from others
+steps             ``worker.step``, again and again
+close             the inbox first, so that every wait ends; then what threads feed on; the groups last
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +22,7 @@ from varuna.core.messages import Assignment
 from varuna.core.plan import Copies, Plan
 from varuna.core.times import Interval
 from varuna.engine.base.inbox import GenerationEnded, Inbox
-from varuna.engine.base.peer_activity import watch
+from varuna.engine.base.peer_activity import watch_peers
 from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited, Doing
 from varuna.engine.copies.following import StateReceiver, StateSender, received_later, sent_later
@@ -30,13 +39,13 @@ from varuna.engine.stage.load_state import STATISTICS, SUMS, rest_of
 from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import ResumedStep
 from varuna.engine.worker.forming import GenerationContext, GenerationResources, WorkerContext, form_generation
-from varuna.engine.worker.loop_state import Told
+from varuna.engine.worker.loop_state import LoopStateOffer
 from varuna.schedule.copy_pace import checkpoint_every_s
 
 
 @dataclass
 class Generation:
-    """Everything that this rank runs in one generation."""
+    """The parts that this rank runs in one generation."""
 
     assignment: Assignment
     inbox: Inbox
@@ -75,12 +84,13 @@ class Generation:
         """Whether this rank says the learning rate in votes: the first whose optimizer has parameters."""
         model = self.stage.job.model
         trained = (s.index for s in model.sections if not model.trainable.isdisjoint(s.parameters))
+        # One rank writes the slot of the vote: the first holder of the first section that is trained.
         first = next(trained, 0)
         return self.assignment.rank == self.plan.home_of(self.stage.sharding.holders[first][0], first)
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """Note what follows the actions of a step."""
+        """Note the time of what follows the actions of a step, in this block."""
         begin_s = time.monotonic()
         with span(name, rank=self.assignment.rank, stage=self.stage.index, step=step):
             yield
@@ -98,7 +108,7 @@ class Generation:
                 self.receiver.wait()
 
     def span(self, name: str, index: int) -> AbstractContextManager[None]:
-        """Mark work between two steps, for whoever listens."""
+        """Mark work between two steps, for a listener."""
         return span(name, rank=self.assignment.rank, stage=self.stage.index, step=self.stage.next_step - 1, index=index)
 
     def close(self, *, exiting: bool = False) -> None:
@@ -114,12 +124,12 @@ class Generation:
         self.groups.abandon(exiting=exiting)
 
 
-def form(
+def make_generation(
     context: WorkerContext,
     assignment: Assignment,
     inbox: Inbox,
     held: dict[int, SectionState],
-    told: Told,
+    told: LoopStateOffer,
     combines: bool | None,
     doing: Callable[[int], Doing],
     give_up: Callable[[str], None],
@@ -149,8 +159,9 @@ def form(
 
     def work() -> GenerationResources:
         store, grid = context.connect(assignment), range(assignment.plan.workers)
+        # Before groups are formed: a wait for a member that is late can say what that one does.
         if len(grid) > 1:
-            watch(inbox, store, assignment.generation, assignment.rank, grid, doing, give_up)
+            watch_peers(inbox, store, assignment.generation, assignment.rank, grid, doing, give_up)
         return form_generation(forming, store, made)
 
     stage = assignment.plan.place_of(assignment.rank).stage
@@ -165,16 +176,18 @@ def form(
                 groups.abandon()
             raise
     if assignment.fresh:
+        # The training loop goes with the model: back to its beginning, to the checkpoint's, or to the farthest
+        # worker's.
         context.loop.restart()
     elif not assignment.goes_on:
         context.loop.resume(formed.loop, assignment.next_step)
     else:
-        context.loop.take(formed.loop, assignment.next_step)
+        context.loop.take_state(formed.loop, assignment.next_step)
     return formed
 
 
 def build_stage(context: WorkerContext, assignment: Assignment, states: Mapping[int, SectionState]) -> Stage:
-    """Build this rank's stage with its state, and with the sums of gradients that it goes on from."""
+    """Build this rank's stage with its state, and with the sums of gradients that it resumes from."""
     plan, rest, begun = assignment.plan, assignment.rest, None
     place = plan.place_of(assignment.rank)
     if rest is not None:
@@ -261,6 +274,7 @@ def open_generation(
             **where,
         )
     if assignment.copy_to is not None:
+        # Statistics would have to be copied, too; without them a copy of the sums could not be resumed from.
         summed = stage if stage.sums.outlast and not stage.statistics.sections else None
         copied = CopiedStage(stage.still, checkpoints, summed)
         CopySender(groups.world, assignment.copy_to, copied, inbox=inbox, steps=context.steps, **where)
@@ -275,6 +289,7 @@ def _checkpoint_maker(
 
     sizes = [section.parameter_bytes + section.optimizer_bytes for section in context.job.model.facts.sections]
     plan = assignment.plan
+    # Of the plan's largest stage: rank 0 decides for all when the next checkpoint is made.
     largest_bytes = max(sum(sizes[section] for section in slot.sections) for slot in plan.slots)
     return CheckpointMaker(
         memory,
@@ -298,12 +313,12 @@ def _checkpoint_maker(
 
 
 def _states_of(context: WorkerContext, stage: Stage) -> dict[int, SectionState]:
-    """State of all sections of a stage, as references; without what files have."""
+    """Return the state of all sections of a stage, as references; without what files have."""
     found = {section: stage.state_of(section) for section in stage.sections}
     return found if context.left_out is None else {each: context.left_out.of(found[each]) for each in found}
 
 
 def who(assignment: Assignment) -> str:
-    """A rank, in words."""
+    """Name a rank, in words."""
     rank, plan = assignment.rank, assignment.plan
     return f"rank {rank} (a spare)" if assignment.is_spare else f"rank {rank} (stage {plan.place_of(rank).stage})"

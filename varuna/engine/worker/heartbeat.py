@@ -101,7 +101,7 @@ class Heartbeat:
     Args:
         state: of this worker.
         compiler: of the job, if it compiles.
-        recent: tells what somebody wants to see, with every beat.
+        recent: tells what people ask to see, with every beat.
         membership: hears of a device that hangs.
     """
 
@@ -122,11 +122,11 @@ class Heartbeat:
         self._told_times: StepTimes | None = None  # of the newest beat that carried any
 
     def train_here(self) -> None:
-        """The calling thread is the one that trains."""
+        """Note that the calling thread is the one that trains."""
         self._thread = threading.get_ident()
 
     def at(self, text: str, phase: WorkerPhase = WorkerPhase.OTHER) -> None:
-        """The training thread begins something else."""
+        """Note that the training thread begins something else."""
         self.activity = Activity(text, phase)
 
     def doing(self, tick: int = 0) -> Doing:
@@ -140,7 +140,7 @@ class Heartbeat:
         return doing_of(text, waiting, tick=tick, place=there.place, bounded=bounded)
 
     def beat(self) -> Beat:
-        """The next sign of life; what steps took is in one of them only."""
+        """Return the next sign of life; what steps took is in one of them only."""
         self._recent.answer()
         doing, waiting, runtime, phase = self.doing(), self.inbox.waiting, self.runtime, self.activity.phase
         beat = Beat(
@@ -154,6 +154,7 @@ class Heartbeat:
             times=self.reporter.drain(),
         )
         times = runtime.times if runtime is not None else None
+        # By identity of ``actions``: a step's times are replaced when its phases are known, its actions are not.
         if times is None or (self._told_times is not None and times.actions is self._told_times.actions):
             return beat
         self._told_times = times
@@ -161,7 +162,7 @@ class Heartbeat:
         return beat.model_copy(update={"forward_s": forward_s, "backward_s": backward_s})
 
     def give_up(self, why: str) -> None:
-        """End this process, whose training thread cannot be made to stop: a morph goes on without it."""
+        """End this process, whose training thread cannot be made to stop: a morph leaves it out."""
         warn(f"{why} It is here:\n{self._where(self.inbox.waiting).stack}")
         self._end()
 

@@ -33,7 +33,7 @@ class Stateful(Protocol):
     """An object whose state can be taken and given back."""
 
     def state_dict(self) -> Any:
-        """The state: numbers, texts, small tensors, and lists, tuples and dicts of these."""
+        """Return the state: numbers, texts, small tensors, and lists, tuples and dicts of these."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
         """Take such a state."""
@@ -91,7 +91,7 @@ class LoopState:
         self._first = self.value(None)
 
     def value(self, newest: LoopStep | None) -> JSON:
-        """Everything as JSON.
+        """Return all of it as JSON.
 
         Args:
             newest: the newest step, if the model's state contains any.
@@ -119,8 +119,8 @@ class LoopState:
         return None if is_none else self.value(newest)
 
     def restart(self) -> None:
-        """The run begins anew."""
-        self.take(self._first, 0)
+        """Become what the script began with: the run begins anew."""
+        self.take_state(self._first, 0)
 
     def resume(self, saved: JSON, next_step: int) -> None:
         """Continue from a checkpoint; what it lacks is as in the beginning."""
@@ -129,9 +129,9 @@ class LoopState:
         state, old = first["state"], stored.get("state", {})
         if new := ", ".join(name for name in state if name not in old):
             say_once(f"{NOTE}the checkpoint of step {next_step} has no state of {new}: it begins as the script made it")
-        self.take({**first, **stored, "state": {**state, **{k: old[k] for k in old if k in state}}}, next_step)
+        self.take_state({**first, **stored, "state": {**state, **{k: old[k] for k in old if k in state}}}, next_step)
 
-    def take(self, given: JSON, next_step: int) -> None:
+    def take_state(self, given: JSON, next_step: int) -> None:
         """Become what ``given`` is; of the user's state only what differs is loaded."""
         parts = cast(dict[str, Any], given)
         self.measured, self.mark = [], 0.0
@@ -162,16 +162,16 @@ class LoopState:
         return Steering(tuple(self.measured), self.written)
 
     def write(self, steps: int, values: Writes) -> None:
-        """Remember options of the optimizer's groups as the loop leaves them after so many steps."""
+        """Remember options of the optimizer's groups as the loop leaves them after ``steps`` steps."""
         self.written = Written(steps, len(self.measured), values)
 
-    def told(self, turn: int) -> None:
-        """The loop has had ``turn`` to its end."""
+    def note_finished_turn(self, turn: int) -> None:
+        """Note that the loop has had ``turn`` to its end."""
         self.turns = turn + 1
         self.owed = ()
 
 
-class Told(NamedTuple):
+class LoopStateOffer(NamedTuple):
     """A worker's loop state as it goes into a generation."""
 
     turns: int
@@ -189,20 +189,22 @@ class Told(NamedTuple):
         return cls(next_step if is_there else -1, value)
 
 
-def agree(group: Group, rank: int, members: int, mine: Told) -> JSON:
-    """The state of the member whose loop is farthest, and which knows of the newest step; blocks.
+def agree(group: Group, rank: int, members: int, mine: LoopStateOffer) -> JSON:
+    """Return the state of the member whose loop is farthest, and which knows of the newest step; blocks.
 
     Raises:
         RuntimeError: a peer is gone.
     """
     text = json.dumps(mine.value).encode()
     owed = 0 if mine.value is None else len(cast(dict[str, Any], mine.value)["owed"])
+    # Columns: steps that it knows of, turns, bytes, checksum of all, checksum of what must be alike.
     table = torch.zeros(members, 5, dtype=torch.int64)
     table[rank] = torch.tensor(
         [mine.turns + owed, mine.turns, len(text), _digest(mine.value), _digest(_named(mine.value))]
     )
     group.all_reduce(table)
     rows = [tuple(row) for row in table.tolist()]
+    # The same on every rank: by turns, then the lowest number.
     best = max(range(members), key=lambda member: (rows[member][:2], -member))
     if all(row[2:] == rows[best][2:] for row in rows):
         return mine.value
@@ -219,7 +221,7 @@ def agree(group: Group, rank: int, members: int, mine: Told) -> JSON:
 
 
 def _named(value: JSON) -> JSON:
-    """Without what may differ between workers."""
+    """Return the state without what may differ between workers."""
     if not isinstance(value, dict):
         return value
     state = cast(dict[str, JSON], value["state"])

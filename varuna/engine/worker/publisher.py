@@ -1,7 +1,7 @@
 """Publications during a run: copied aside between two steps, written in the background, put together by rank 0.
 
     step    s        s+1   ...                              s+j
-    vote    nobody still writes                             nobody still writes: the next may follow
+    vote    no rank still writes                            no rank still writes: the next may follow
     all     copy     each writer writes its sections' part  ------->
             aside    rank 0 waits for all parts, completes the folder, renames it
 
@@ -46,11 +46,11 @@ class Form(Protocol):
     """of the files of parts"""
 
     def wants(self, path: str) -> bool:
-        """Whether an entry of a section's state, such as ``parameters/head.weight``, is published."""
+        """Return whether an entry of a section's state, such as ``parameters/head.weight``, is published."""
         ...
 
     def file_of(self, part: int, parts: int) -> str:
-        """Name of the file of one part."""
+        """Return the name of the file of one part."""
         ...
 
     def complete(self, folder: Path, files: Sequence[str]) -> None:
@@ -65,7 +65,7 @@ class Form(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Task:
-    """One rank's part in one publication."""
+    """A rank's part in one publication."""
 
     step: int
     before: int | None
@@ -79,7 +79,7 @@ class _Task:
 
 
 class Publisher:
-    """One worker's part in publications; the training thread calls it, and one thread of its own writes."""
+    """A worker's part in publications; the training thread calls it, and one thread of its own writes."""
 
     def __init__(self, folder: PublishedFolder, every: int, form: Form, *, parts_s: float = PARTS_BOUND_S) -> None:
         """Begin with nothing published.
@@ -107,11 +107,11 @@ class Publisher:
         return not self._idle.is_set()
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after ``step`` should be published."""
+        """Return whether the state after ``step`` should be published."""
         return (step + 1) % self._every == 0
 
     def enter(self, assignment: Assignment) -> None:
-        """A generation begins, which may take over memory that is still being copied."""
+        """Enter a generation, which may take over memory that is still being copied."""
         self._copied.wait()
         self._generation, self._turn = assignment.generation, None
 
@@ -152,7 +152,7 @@ class Publisher:
             values.update(own_names(stage.state_of(section, owned_only=True).only(self._form.wants)))
         copies = stage.job.traffic.saves
         hosts = self._hosts(list(values.values()), copies)
-        self._copied = stage.copied = copied = copies.down(list(zip(values.values(), hosts, strict=True)))
+        self._copied = stage.copied = copied = copies.copy_to_host(list(zip(values.values(), hosts, strict=True)))
         task = _Task(
             step=stage.next_step,
             before=before if rank and before >= 0 else None,  # rank 0 completes one after the other
@@ -172,12 +172,12 @@ class Publisher:
             warn(f"the last publication was still being written after {format_duration(FLUSH_BOUND_S)}")
 
     def close(self) -> None:
-        """Wait for nobody's part any more; the thread ends after what it was given."""
+        """Wait for no rank's part any more; the thread ends after what it was given."""
         self._closed = True
         self._work.close()
 
     def _agreed(self, generation: Generation) -> str:
-        """The turn that rank 0 takes for this generation; empty if it cannot."""
+        """Return the turn that rank 0 takes for this generation; empty if it cannot."""
         turn = ""
         if generation.assignment.rank == 0:
             try:
@@ -190,7 +190,7 @@ class Publisher:
         return tell_all(generation, ("publish", "turn"), data, "who publishes").decode()
 
     def _hosts(self, values: list[Tensor], copies: HostCopies) -> list[Tensor]:
-        """Host memory for values, kept for the next ones that are alike."""
+        """Return host memory for values, kept for the next ones that are alike."""
         known, _ = self._room
         if [(each.shape, each.dtype) for each in known] != [(each.shape, each.dtype) for each in values]:
             self._room = [], []  # never two of them

@@ -12,7 +12,7 @@ WARM_STEPS = 2
 """First steps of a generation, which are not reported: the optimizer builds its state, and caches are cold."""
 
 STEPS_KEPT, TRANSFERS_KEPT = 1_000, 20_000
-"""Most steps and transfers that are kept: without a manager nobody drains them, and memory must not grow."""
+"""Most steps and transfers that are kept: without a manager they are never taken, and memory must not grow."""
 
 
 class Reporter:
@@ -40,7 +40,7 @@ class Reporter:
         with self._lock:
             self._skip = max(self._skip, 1)
 
-    def take(
+    def add_times(
         self,
         times: StepTimes,
         *,
@@ -75,7 +75,7 @@ class Reporter:
                 self._rounds_s.append(times.vote_s / (2 * (voters - 1)))
 
     def drain(self) -> RankTimes | None:
-        """Times since the last call; None if no whole step was done."""
+        """Take the times since the last call; None if no whole step was done."""
         with self._lock:
             if not self._steps:
                 return None
@@ -83,6 +83,7 @@ class Reporter:
             for _, times in self._steps:
                 for took in times.actions:
                     seconds.setdefault(took.kind, []).append(took.seconds)
+            # Medians, but the fastest vote: others have waited for a late rank, and only the latency is wanted.
             told = RankTimes(
                 steps=len(self._steps),
                 step_s=median(step_s for step_s, _ in self._steps),

@@ -1,4 +1,16 @@
-"""A worker's life: generations, one after another, and the loop over steps in between."""
+"""A worker's life: generations, one after another, and the loop over steps in between.
+
+join --> next_directive
+           |-- Assign --> _form: groups, state, stage --> _step_through: run_step, save, the user's code
+           |     ^          |                               |          ^          |
+           |     |          | (a spare: serves its state)   |          +----------+
+           |     |          v                               v
+           |     |        GenerationEnded, LinkError     all steps have run, or a vote says stop
+           |     |          |                               |
+           |     +-- report what is held: StopReport        +--> farewell, last saves, leaving
+           |-- Apply: the manager knows that the step in flight was voted for; apply it, report again
+           +-- Finish, TrainingOver: write this rank's part of the last checkpoint, return
+"""
 
 import contextlib
 import time
@@ -35,13 +47,13 @@ from varuna.engine.worker.forming import WorkerContext
 from varuna.engine.worker.generation import (
     Generation,
     build_stage,
-    form,
+    make_generation,
     open_generation,
     send_rest,
     who,
 )
 from varuna.engine.worker.heartbeat import Heartbeat
-from varuna.engine.worker.loop_state import Committed, LoopStep, Told
+from varuna.engine.worker.loop_state import Committed, LoopStateOffer, LoopStep
 from varuna.engine.worker.publisher import Publisher
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.engine.worker.step import run_step
@@ -95,7 +107,7 @@ class Session:
         self._device_class = device_class
         self.standing = WorkerState(membership)
         self._stopping = self._saves_next = False
-        self._combines = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
+        self._combines = None if facts.combines else False  # the steps call all_reduce_shared; None: not known yet
         self._shown, self._cut_check = ShownSteps(membership.shown, context.job.device), cut_check
         self.heartbeat = Heartbeat(self.standing, context.job.compiler, self._shown.recent, membership)
         self._is_sound, self._patience = True, patience  # the newest step was finite
@@ -122,7 +134,7 @@ class Session:
         """Leave the last generation's groups, and end what runs for this session."""
         if self.current is not None:
             self.current.close(exiting=True)
-        self.standing.serve(None, exiting=True)
+        self.standing.send_through(None, exiting=True)
         self.heartbeat.inbox.abort(GenerationEnded(self.standing.generation))
         if self._saver is not None:
             self._saver.close()
@@ -143,7 +155,7 @@ class Session:
         return max(0, (self.standing.next_step or 0) - 1)
 
     def options(self) -> Sequence[Mapping[str, Any]] | None:
-        """Options of the optimizer's groups, as the next step will use them; None where they are not known."""
+        """Return the options of the optimizer's groups, as the next step will use them; None: they are not known."""
         return None if self.current is None else self.current.stage.optimizer.options()
 
     def write(self, values: Writes) -> None:
@@ -156,11 +168,11 @@ class Session:
                 now = {(group, key): options[group][key] for group, key in now}
             self._loop.write(stage.next_step, now)
 
-    def aside(self, run: Callable[[Generation], Found], doing: str) -> Found | None:
+    def run_between_steps(self, run: Callable[[Generation], Found], doing: str) -> Found | None:
         """Use the present generation between two steps; all ranks call this at the same step.
 
-        None if the generation ends meanwhile: training goes on, with whoever is left. The state is at rest, so the
-        manager gets its answer at once.
+        None if the generation ends meanwhile: training continues with the workers that are left. The state is at rest,
+        so the manager gets its answer at once.
 
         Raises:
             FleetError: nothing has been trained yet.
@@ -187,7 +199,7 @@ class Session:
 
         Raises:
             FleetError: the manager refused this worker or ended the run.
-            LinkError: a link broke and nobody can replace the generation.
+            LinkError: a link broke and no manager can replace the generation.
         """
         standing, heart = self.standing, self.heartbeat
         heart.train_here()
@@ -199,7 +211,7 @@ class Session:
             beat=heart.beat,
             on_hold=standing.on_hold,
             on_flag=standing.on_flag,
-            on_show=self._shown.want,
+            on_show=self._shown.request_steps,
         )
         finished = False
         while not finished:
@@ -235,7 +247,7 @@ class Session:
         self._membership.leaving(standing.next_step or 0)
 
     def _end_here(self) -> None:
-        """The others are through: write what this rank has of the last checkpoint."""
+        """Write what this rank has of the last checkpoint: the others are through."""
         self._save_the_end()
         if self._saver is not None:
             self._saver.flush()  # a leaving node may be the only one that has these shards
@@ -243,7 +255,7 @@ class Session:
     def drop(self) -> None:
         """Leave the groups of the last generation, and give up its state: another session has it now."""
         self._close_current()
-        self.standing.take(None)
+        self.standing.hold_stage(None)
 
     def _save_the_end(self) -> None:
         """Write this rank's part of the last checkpoint, also if it got the last step by a verdict."""
@@ -275,6 +287,7 @@ class Session:
             if not (self._membership.survives or isinstance(error, DamagedCheckpoint)):
                 raise
             self.heartbeat.at("waits for the manager's decision about a generation that broke")
+            # A broken link is evidence, not a verdict: the manager hears all ranks, and then ends the generation.
             self.standing.suspend(assignment.generation)
             self._close_current()
         return False
@@ -289,10 +302,12 @@ class Session:
         try:
             if plan.is_cut:
                 self._cut_check()
-            held, told = standing.in_hand(assignment), Told.of(self._loop, standing.newest())
+            held, told = standing.available_states(assignment), LoopStateOffer.of(self._loop, standing.newest())
             if assignment.from_memory:
-                told = Told.kept(assignment.next_step, standing.memory.loop(assignment.next_step))
-            formed = form(self._context, assignment, inbox, held, told, self._combines, heart.doing, heart.give_up)
+                told = LoopStateOffer.kept(assignment.next_step, standing.memory.loop(assignment.next_step))
+            formed = make_generation(
+                self._context, assignment, inbox, held, told, self._combines, heart.doing, heart.give_up
+            )
         except BaseException:
             inbox.abort(GenerationEnded(assignment.generation))
             raise
@@ -306,14 +321,15 @@ class Session:
         heart.reporter.begin()  # before a beat can name the new generation, with times of the old one
         arrived = partial(standing.arrived, assignment.generation)
         if assignment.is_spare:
-            standing.take(None, assignment)
-            standing.serve(formed.groups)
+            standing.hold_stage(None, assignment)
+            standing.send_through(formed.groups)
             send_rest(assignment, formed.groups, standing.kept, self._context.job.dtype, arrived)
             inbox.abort(GenerationEnded(assignment.generation))
             return None
+        # The old stage stays until here, so a generation that breaks while it forms costs no state.
         stage = build_stage(self._context, assignment, formed.states)
         sums = KeptSums()
-        standing.take(stage, assignment, sums)
+        standing.hold_stage(stage, assignment, sums)
         self._assignment = assignment
         if self._saver is not None:
             self._saver.begin(stage, assignment)
@@ -325,6 +341,7 @@ class Session:
         if (streams := stage.job.traffic.streams) is not None:
             Pulse(streams, inbox, heart.hangs)
         self._close_current()
+        # Waits had the longer bounds of forming until now.
         inbox.expect_step(plan.step_s)
         self.current, heart.runtime = generation, generation.runtime
         return generation
@@ -341,6 +358,7 @@ class Session:
         for owed in owed_first:
             yield from self._turn(generation, owed)
             generation.inbox.check()
+        # A single worker has no vote to wait for, and stops before the next step.
         while stage.next_step < self.facts.steps and not (plan.workers == 1 and self._stopping):
             step = stage.next_step
             begin_s = time.monotonic()
@@ -348,6 +366,7 @@ class Session:
             step_s = time.monotonic() - begin_s
             recent_s.append(step_s)
             generation.inbox.expect_step(plan.step_s, median(recent_s))
+            # By the vote, so all ranks leave after the same step.
             is_over = totals.stop or stage.next_step == self.facts.steps
             if totals.checkpoint or is_over:
                 self._saves_next = False
@@ -371,7 +390,7 @@ class Session:
         with self.standing.resting(regroup=regroup):
             is_main = self._may_be_main and assignment.rank == 0
             yield Committed(*turn[:2], assignment.generation, generation.plan, is_main, turn.step_s)
-            self._loop.told(turn.step)
+            self._loop.note_finished_turn(turn.step)
         self.heartbeat.is_settled = True
 
     def _one_step(self, generation: Generation, step: int) -> StepTotals:
@@ -379,8 +398,9 @@ class Session:
         self.heartbeat.at(f"runs step {step}", WorkerPhase.STEPS)
         if self._shown.before(step):
             self.heartbeat.reporter.pass_over()
+        # Of the state that the generation begins with: a loss in its first step then costs this step only.
         if generation.checkpoints is not None and step == generation.assignment.next_step:
-            generation.checkpoints.begins(self._loop_state)
+            generation.checkpoints.begin_first_step(self._loop_state)
         vote, totals = run_step(
             generation,
             step,
@@ -392,7 +412,7 @@ class Session:
             recent=self._shown.recent,
         )
         self._shown.after(step)
-        if not overflowed(generation.stage.job.dtype, totals):  # nothing was applied, so nobody was asked
+        if not overflowed(generation.stage.job.dtype, totals):  # nothing was applied, so no update was run
             self._combines = self._combines or generation.stage.local_exchange.used
             self._is_sound = is_finite(totals)
         if generation.assignment.rank == 0:
@@ -405,7 +425,7 @@ class Session:
         if generation.checkpoints is None:
             self.standing.memory.keep_only(())
             return
-        generation.checkpoints.after(totals, generation.stage.next_step, self._loop_state)
+        generation.checkpoints.follow_vote(totals, generation.stage.next_step, self._loop_state)
 
     def _loop_state(self) -> JSON:
         return self._loop.saved(self.standing.newest())
@@ -419,6 +439,7 @@ class Session:
         survives = self._membership.survives
         if survives:
             stage.sums.distrust()
+            # Once more, since a machine may have erred; if it happens again, it is the samples or one replica.
             if self._odd_step != step:
                 self._odd_step = step
                 raise LinkError(
@@ -436,17 +457,19 @@ class Session:
         flags = {"stop": float(self._stopping), "checkpoint": float(self._saves_next)}
         flags["measured"] = self._loop.mark
         flags["written"] = 0.0 if self._loop.written is None else self._loop.written.mark
+        # Times rank + 1: from both sums the one rank that differs can be told (divergence.check_written).
         flags["written_by"] = flags["written"] * (generation.assignment.rank + 1)
         if self._publisher is not None:
             flags["publishing"] = float(self._publisher.is_writing)
+        # After the last step no loss can undo anything, so no copy is asked for.
         if generation.checkpoints is not None and step + 1 < self.facts.steps:
             flags |= generation.checkpoints.flags()
         if generation.assignment.rank == 0:
             flags["compare"] = float(generation.comparison.is_due)
-            flags["regroup"] = float(self.standing.asked("regroup"))
-            flags["stop"] = float(self._stopping or self.standing.asked("stop"))
+            flags["regroup"] = float(self.standing.is_flag_asked("regroup"))
+            flags["stop"] = float(self._stopping or self.standing.is_flag_asked("stop"))
             due = self._saver is not None and self._saver.is_due(step, self._outliving(generation.plan))
-            flags["checkpoint"] = float(self.standing.asked("checkpoint") or due or self._saves_next)
+            flags["checkpoint"] = float(self.standing.is_flag_asked("checkpoint") or due or self._saves_next)
         if generation.reports_lr:
             flags["lr"] = generation.stage.optimizer.lr or 0.0
         return flags
@@ -460,6 +483,7 @@ class Session:
         ``in_step``: beside the training thread, which runs the next step.
         """
         stage, assignment, saver = generation.stage, generation.assignment, self._saver
+        # A state from a checkpoint is saved already; a fresh one is saved only for sums that are saved during a step.
         is_known = generation.is_as_it_began and not (in_step and assignment.fresh)
         if saver is None or is_known or saver.newest == (assignment.generation, stage.next_step):
             return
@@ -492,7 +516,7 @@ class Session:
     def _farewell(self) -> None:
         """Wait for slower ranks, which still need the links for the last vote.
 
-        The run is complete by then: whoever is gone already is not missed.
+        The run is complete by then: a rank that is gone already is not missed.
         """
         generation = self.current
         if generation is None or generation.groups.grid is None or generation.plan.workers == 1:

@@ -88,7 +88,7 @@ class Snapshotter:
         self._writer = BackgroundWriter(store, on_saved=self._saved, on_error=lambda error: self._warn(str(error)))
 
     def is_due(self, step: int, outliving: Plan | None = None) -> bool:
-        """Whether the state after ``step`` should be saved; asked on rank 0 before it runs, told to all by the vote.
+        """Return whether the state after ``step`` should be saved: asked on rank 0 before it runs, told by the vote.
 
         The end of a step that is nearest to the due moment is taken. ``outliving``: the plan of a run that outlives the
         loss of workers.
@@ -100,6 +100,7 @@ class Snapshotter:
         if step != asked_step:
             self._step_s = now_s - asked_s if step == asked_step + 1 else 0.0
             self._asked = step, now_s
+        # ``step`` ends one step from now; half a step more, and the end that is nearest to the due moment is taken.
         return now_s + 1.5 * self._step_s - self._last_s >= every_s
 
     def _every_s(self, outliving: Plan | None) -> float:
@@ -114,12 +115,12 @@ class Snapshotter:
         return self._writer.is_saving
 
     def sums_due_s(self, outliving: Plan | None = None) -> float:
-        """Seconds until the sums of a step that lasts so long should be saved; any thread may ask."""
+        """Return the seconds until sums of the step in progress should be saved; any thread may ask."""
         every_s = max(self._every_s(outliving), _WRITES * self._sums_write_s)
         return max(self._last_s, self._sums_s) + every_s - time.monotonic()
 
     def saved_sums(self, write_s: float) -> None:
-        """Sums were saved just now, which took so long."""
+        """Note that sums were saved just now, which took ``write_s``."""
         self._sums_s, self._sums_write_s = time.monotonic(), write_s
 
     def unsaved(self, reason: str) -> None:
@@ -178,8 +179,9 @@ class Snapshotter:
         planned = self._parts(stage, assignment, states)
         copies = stage.job.traffic.saves
         parts, pairs = self._buffer.place(planned, states, copies.arena)
-        self._copied = stage.copied = copied = copies.down(pairs)
+        self._copied = stage.copied = copied = copies.copy_to_host(pairs)
         self._snapshot = _Snapshot(assignment, stage.next_step, parts, copied)
+        # All parts are copied, not only this replica's: a survivor writes those of a lost one (``inherit``).
         mine = [copied for copied in parts if copied.part.writer == stage.sharding.replica]
         self._stall_s = time.monotonic() - self._last_s
         if mine:
@@ -190,7 +192,7 @@ class Snapshotter:
         self._on_saved(shard)
 
     def flush(self) -> None:
-        """Wait for the last save; says so if it does not end."""
+        """Wait for the last save; say so if it does not end."""
         if not self._writer.flush(FLUSH_BOUND_S):
             self._warn(
                 f"the last checkpoint was still being written after {FLUSH_BOUND_S:.0f} s; the previous one stays valid"
@@ -228,12 +230,12 @@ def check_writable(store: Store) -> None:
 
 
 def _forsaken(snapshot: _Snapshot, lost_replicas: Collection[int]) -> list[Copied]:
-    """Parts in our buffer whose writer is gone, and which fall to us."""
+    """Return parts in this rank's buffer whose writer is gone, and which fall to this rank."""
     return [copied for copied in snapshot.parts if copied.part.writer in lost_replicas]
 
 
 def _expected_state(stage: Stage, section: int) -> SectionState:
-    """The section's state as it will be saved: before the first step the optimizer has none, so its size is guessed."""
+    """Return the section's state as it will be saved; before the first step, the size of optimizer state is guessed."""
     state, job = stage.state_of(section, owned_only=True), stage.job
     names = job.model.trainable.intersection(job.model.sections[section].parameters)
     trained_bytes = {f"parameters/{name}": stage.parameters[name].nbytes for name in names}

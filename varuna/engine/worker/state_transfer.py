@@ -16,7 +16,7 @@ from varuna.engine.base.transport import Group, Work
 from varuna.engine.copies.layout import Body, SectionLayout, as_bytes, from_bytes
 from varuna.engine.device.host_copies import CPU_COPIES, HostCopies
 from varuna.engine.links.in_parts import Outgoing, part_bytes_for, spans_of
-from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS, first_of, is_lent_along
+from varuna.engine.stage.load_state import COPIED_SUMS, STATISTICS, SUMS, first_of, is_needed_to_compute
 from varuna.process.threads import start
 
 _TAG = 100_000
@@ -41,7 +41,7 @@ class _Coming(NamedTuple):
     works: Sequence[Work]
 
 
-def exchange(
+def exchange_states(
     group: Group,
     transfers: Sequence[Transfer],
     rank: int,
@@ -96,7 +96,7 @@ def exchange(
                         fill = partial(body.read, first, copies=copies, after=after)
                         going.send(_tag(each, 2), end - first, fill)
             going.finish()
-        except Exception as error:  # noqa: BLE001  whoever waits for this thread must hear why it ended
+        except Exception as error:  # noqa: BLE001  the thread that waits for this one must hear why it ended
             sent.put(error)
         else:
             sent.put(None)
@@ -118,6 +118,7 @@ def _ask(
 ) -> list[_Coming]:
     """Tell what is sent, and ask for all parts of what comes."""
     headers = [(each, torch.frombuffer(bytearray(as_bytes([layout])), dtype=torch.uint8)) for each, layout in sends]
+    # Two numbers first: a receive needs the exact size, and parts depend on how many targets share the sender's memory.
     sizes = [(each, torch.tensor([header.numel(), part_bytes])) for each, header in headers]
     told = _pass(group, sizes, [(each, torch.zeros(2, dtype=torch.int64)) for each in receives], message=0)
     rooms = [torch.empty(int(size[0]), dtype=torch.uint8) for size in told]
@@ -148,20 +149,21 @@ def _part(state: SectionState, transfer: Transfer, dtype: torch.dtype) -> Sectio
     def goes(name: str) -> bool:
         if name in (SUMS, STATISTICS, COPIED_SUMS):
             return transfer.sums and name != COPIED_SUMS
-        return not transfer.sums and (not transfer.lent or is_lent_along(name))
+        return not transfer.sums and (not transfer.lent or is_needed_to_compute(name))
 
     part = state.only(goes)
     return first_of(part, dtype) if transfer.follows else part
 
 
 def sums_copied(state: SectionState) -> SectionState:
-    """The copy of another rank's sums that is with a state, as if they were this one's; nothing, if there is none."""
+    """Return the copy of another rank's sums that is with a state, as if they were its own; nothing, if none is."""
     if COPIED_SUMS not in state.tensors:
         return SectionState(state.section, {})
     return SectionState(state.section, {SUMS: state.tensors[COPIED_SUMS]}, {SUMS: state.scalars[COPIED_SUMS]})
 
 
 def _tag(transfer: Transfer, message: int) -> int:
+    # Of a section, 0 is its state, 1 its sums, and 2 copied sums, which are sums, too; each in three messages.
     return _TAG + _MESSAGES * (3 * transfer.section + transfer.sums + transfer.copied) + message
 
 

@@ -1,4 +1,15 @@
-"""One step of a formed generation: F, R, B, reduce, vote, apply."""
+"""One step of a formed generation: F, R, B, reduce, vote, apply.
+
+runtime.run       F, R, B of this rank's micro-batches; sums of finished sections are on their way
+reducer.finish    all sums are totals over the replicas, tied parameters over their sections
+cast_vote         this rank's slots: norms, counts, losses, flags
+tentative apply   if the user's update combines values over stages, or may: it needs peers, so before the vote
+reducer.vote      every rank that has the result has the same vector, and may apply the step
+_prove, check     all ranks read the same vector: all refuse the step, or none does
+remember          from here on this rank can tell the result to the manager, and so to survivors
+apply_vote        the state is that of step + 1; without peers, so nothing can interrupt it
+gather            a sharded optimizer: new parameters from the replicas that updated them
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +47,7 @@ def run_step(
         step: the stage's next one.
         flags: asked when the vote begins: what this rank says in it besides norms and losses.
         combines: apply before the vote, for a job whose steps talk across stages (or may: the first one finds out).
-        check: gets the totals and the vote before anybody else; what it raises keeps the step from being applied.
+        check: gets the totals and the vote before ``remember``; what it raises keeps the step from being applied.
         remember: gets the vote before it is applied.
         reporter: hears what the step took.
         recent: the same, of this one step.
@@ -50,19 +61,22 @@ def run_step(
     """
     stage, plan = generation.stage, generation.plan
     begin_s = time.monotonic()
-    stage.still.begins(step)
+    stage.still.note_begin(step)
     with _sparing_the_worker(generation, step):
         generation.runtime.run(step)
     generation.wait_until_whole()  # after the last activation; gradients are still being reduced
+    # Offloaded state begins to come in while sums are still on their way.
     stage.optimizer.prepare()
     with generation.phase("reduce", step):
         generation.reducer.finish(step)
+    # After ``finish``: norms are of totals. Flags are asked as late as possible, so they wait for no other step.
     vector = cast_vote(layout_of(stage), stage, generation.replica, stage.work.losses.numbers(), dict(flags()))
     if plan.is_cut and combines:
         with generation.phase("share", step):
             _apply_tentatively(generation, step, vector)
     with generation.phase("vote", step):
         summed = generation.reducer.vote(step, vector)
+    # Before ``remember``: a vote that was remembered is a step that survivors may commit.
     _prove(stage, step, summed)
     check(layout_of(stage).read(summed), summed)
     vote = Vote(
@@ -87,7 +101,7 @@ def run_step(
 
 @contextmanager
 def _sparing_the_worker(generation: Generation, step: int) -> Iterator[None]:
-    """Between updates the state is whole, whatever memory an action was refused; sums know what they have half of.
+    """Turn a lack of device memory into ``DeviceFull``: between updates the state is whole, and sums know what is half.
 
     Raises:
         DeviceFull: it was.
@@ -102,13 +116,14 @@ def _sparing_the_worker(generation: Generation, step: int) -> Iterator[None]:
 
 
 def _prove(stage: Stage, step: int, summed: Sequence[float]) -> None:
-    """Let nobody apply a step whose sums do not contain each micro-batch exactly once: it runs again, from zero.
+    """Refuse a step whose sums do not contain each micro-batch exactly once: it runs again, from zero.
 
     Raises:
         LinkError: they do not; all ranks read the same vote, so all of them raise it.
     """
     wrong = layout_of(stage).unproven(summed)
     if wrong:
+        # Else a survivor would resume from these sums, and the next vote show the same.
         stage.sums.distrust()
         named = ", ".join(str(section) for section in wrong[:8])
         raise LinkError(
@@ -122,7 +137,7 @@ def _report(generation: Generation, reporter: Reporter, recent: RecentSteps, beg
     assert runtime.times is not None
     runtime.times = runtime.times._replace(phases=tuple(runtime.phases))
     sums = tuple(reductions.popleft() for _ in range(len(reductions)))
-    reporter.take(
+    reporter.add_times(
         runtime.times,
         step_s=time.monotonic() - begin_s,
         messages=runtime.take_trips(),
@@ -132,15 +147,16 @@ def _report(generation: Generation, reporter: Reporter, recent: RecentSteps, beg
         relayed=generation.groups.world.relayed,
     )
     assignment = generation.assignment
-    recent.take(RanStep(assignment.generation, assignment.rank, runtime.times, runtime.take_messages(), sums))
+    recent.add_step(RanStep(assignment.generation, assignment.rank, runtime.times, runtime.take_messages(), sums))
 
 
 def _apply_tentatively(generation: Generation, step: int, vector: Tensor) -> None:
     stage = generation.stage
     totals = layout_of(stage).read(generation.reducer.tally(step, vector))
+    # All ranks read the same totals, so all skip the exchange, in which each waits for the others.
     if overflowed(stage.job.dtype, totals):
         return
     exchange = generation.reducer.exchange(step)
-    stage.still.changes()
+    stage.still.close_for_update()
     stage.apply_tentatively(scale_of(stage, totals), exchange)
     stage.local_exchange.used |= exchange.used

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.io.frozen import FROZEN, put_back
+from varuna.checkpoint.io.frozen import FROZEN, restore_frozen
 from varuna.checkpoint.io.restore import Wanted, everything, read_states
 from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.checkpoint.io.sums import fingerprint, read_sums
@@ -16,7 +16,7 @@ from varuna.checkpoint.names import split_place, step_folder
 from varuna.core.errors import DamagedCheckpoint
 from varuna.core.messages import Assignment
 from varuna.core.sums import SumLocation
-from varuna.engine.stage.load_state import SUMS, is_lent_along
+from varuna.engine.stage.load_state import SUMS, is_needed_to_compute
 from varuna.partition.held_names import shared_buffers
 from varuna.partition.model import PartitionedModel
 from varuna.store.opening import open_store
@@ -28,7 +28,7 @@ def initial_states(
     initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
     buffers: Mapping[str, Tensor],
 ) -> dict[int, SectionState]:
-    """State of ``sections`` at step 0: parameters, and copies of the ``buffers`` that steps update."""
+    """Make the state of ``sections`` at step 0: parameters, and copies of the ``buffers`` that steps update."""
     used = {section: dict.fromkeys(model.sections[section].parameters) for section in sections}
     values = initial(list(dict.fromkeys(name for names in used.values() for name in names)))
     return {
@@ -49,7 +49,7 @@ def stored_states(
     initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
     lent: Collection[int] = (),
 ) -> dict[int, SectionState]:
-    """State of ``sections`` from a checkpoint; what several sections hold comes from its owner's shards.
+    """Read the state of ``sections`` from a checkpoint; what several sections hold comes from its owner's shards.
 
     Of ``lent`` ones optimizer state is left out.
 
@@ -62,7 +62,7 @@ def stored_states(
 
     Raises:
         CheckpointError: it was trained over other frozen parameters.
-        DamagedCheckpoint: bytes are not those that were written; nobody will choose this checkpoint again.
+        DamagedCheckpoint: bytes are not those that were written; no run will choose this checkpoint again.
         StoreError: the store cannot be read.
     """
     directory, step = split_place(place)
@@ -74,8 +74,11 @@ def stored_states(
             for name, holders in shared_buffers(model.sections).items()
         ),
     ]
-    wanted: dict[int, Wanted] = {section: is_lent_along if section in lent else everything for section in sections}
+    wanted: dict[int, Wanted] = {
+        section: is_needed_to_compute if section in lent else everything for section in sections
+    }
     for belongs, (owner, *others) in shared:
+        # Only the owner's shards have it, so they are read also where the owner is on another rank.
         if owner in sections or not frozenset(others).isdisjoint(sections):
             wanted[owner] = partial(_either, wanted.get(owner), belongs)
     read = read_states(store, read_manifest(store, step), wanted)
@@ -84,7 +87,7 @@ def stored_states(
             if section in sections:
                 read[section].tensors.update({k: v for k, v in read[owner].tensors.items() if belongs(k)})
                 read[section].scalars.update({k: v for k, v in read[owner].scalars.items() if belongs(k)})
-    put_back(read, {section: model.sections[section].parameters for section in sections}, initial, place)
+    restore_frozen(read, {section: model.sections[section].parameters for section in sections}, initial, place)
     return {section: read[section] for section in sections}
 
 
@@ -101,7 +104,7 @@ def _of_parameter(parameter: str) -> Wanted:
 def stored_sums(
     model: PartitionedModel, states: Mapping[int, SectionState], assignment: Assignment, dtype: torch.dtype
 ) -> dict[tuple[int, SumLocation], SectionState]:
-    """Sums of gradients that this rank goes on from, as the store has them beside the checkpoint.
+    """Read the sums of gradients that this rank resumes from, which the store has beside the checkpoint.
 
     Args:
         model: whose sections.
@@ -119,6 +122,7 @@ def stored_sums(
         label, tensors = read_sums(store, step, each.file)
         used = (name for name in model.sections[each.section].parameters if name in model.trainable)
         trained = {name: states[each.section].tensors[f"parameters/{name}"] for name in used}
+        # Sums of gradients are worth something on top of exactly the parameters that they were made with.
         if label.parameters != fingerprint(trained, dtype) or label.sums.section != each.section:
             store.remove(f"{step_folder(step)}/{each.file}")
             raise DamagedCheckpoint(

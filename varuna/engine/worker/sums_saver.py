@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from varuna.checkpoint.io.sums import fingerprint, write_sums
-from varuna.checkpoint.manifest import look
+from varuna.checkpoint.manifest import find_step
 from varuna.checkpoint.names import step_folder, sums_file
 from varuna.checkpoint.saved_sums import SumsLabel, job_of, remove_sums
 from varuna.core.errors import VarunaError
@@ -77,18 +77,18 @@ class SumsSaver:
                 self._try(step, partial(self._remove_all, step))
 
     def _remove_all(self, step: int) -> None:
-        """Sums have turned out to be wrong: those of other ranks and earlier generations may be, too."""
-        remove_sums(self._saver.store, look(self._saver.store, step))
+        """Remove all saved sums of a step: if these are wrong, those of other ranks may be, too."""
+        remove_sums(self._saver.store, find_step(self._saver.store, step))
 
     def _watch(self, step: int) -> None:
         """Save whenever it is due, until the step is over."""
         written, looks = dict[int, str](), 0  # by section; and in vain
-        while self._stage.still.lasts(step, max(0.0, min(LOOK_S, self._due_s()))):
+        while self._stage.still.wait_while_in(step, max(0.0, min(LOOK_S, self._due_s()))):
             if self._due_s() > 0:
                 continue
             begin_s = time.monotonic()
             if self._try(step, lambda: self._save(step, written)) is False:
-                self._stage.still.lasts(step, min(2**looks, _FEWER_LOOKS) * LOOK_S)
+                self._stage.still.wait_while_in(step, min(2**looks, _FEWER_LOOKS) * LOOK_S)
                 looks += 1
             else:
                 self._saver.saved_sums(time.monotonic() - begin_s)
@@ -100,7 +100,7 @@ class SumsSaver:
         except VarunaError as error:
             self._saver.unsaved(f"the sums of gradients of step {step} are not saved: {error}")
         except Exception as error:  # noqa: BLE001  a dead thread would save nothing more in silence
-            if self._stage.still.lasts(step, 0.0):  # else its generation has ended, and it may be about that
+            if self._stage.still.wait_while_in(step, 0.0):  # else its generation has ended, and it may be about that
                 self._saver.unsaved(
                     f"the sums of gradients of step {step} are not saved because of an internal error (please report "
                     f"it): {error!r}"
@@ -113,7 +113,7 @@ class SumsSaver:
         Raises:
             StoreError: the store cannot be used.
         """
-        if not look(self._saver.store, step).is_committed:
+        if not find_step(self._saver.store, step).is_committed:
             self._save_below(step)
             return False
         sizes = self._stage.sums.sizes()
@@ -121,7 +121,9 @@ class SumsSaver:
             self._room = self._stage.sums.room()
         with span("save-sums", rank=self._rank, stage=self._stage.index, step=step):
             for section, size in reversed(sizes.items()):  # as backwards come to them
-                wanted = self._stage.sums.take(section, self._room[:size], lambda: self._stage.still.lasts(step, 0.0))
+                wanted = self._stage.sums.copy_section(
+                    section, self._room[:size], lambda: self._stage.still.wait_while_in(step, 0.0)
+                )
                 if wanted is None:
                     break
                 if wanted.micro_batches:
@@ -142,14 +144,15 @@ class SumsSaver:
         file = sums_file(section, self._generation, self._writer, self._number)
         self._number += 1
         write_sums(store, step, file, *described)
+        # The new file first, then the old one goes: at any moment one of them is whole.
         before, written[section] = written.get(section), file
         if before is not None:
             store.remove(f"{step_folder(step)}/{before}")
 
     def _described(self, wanted: SumWanted) -> tuple[SumsLabel, dict[str, Tensor]]:
-        """The label and the tensors of sums, while their step lasts."""
+        """Return the label and the tensors of sums, while their step lasts."""
         stage, section = self._stage, wanted.section
-        statistics = stage.statistics.carried(section, wanted.micro_batches)
+        statistics = stage.statistics.as_bytes(section, wanted.micro_batches)
         label = SumsLabel(
             job=self._job,
             parameters=fingerprint(_trained(stage, section), stage.job.dtype),

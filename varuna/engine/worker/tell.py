@@ -11,13 +11,13 @@ from varuna.engine.worker.generation import Generation
 
 
 def tell_all(generation: Generation, key: Hashable, data: bytes | None, what: str) -> bytes:
-    """The bytes that one rank passes, on every rank; all ranks of the grid call this at the same step.
+    """Return the bytes that one rank passes, on every rank; all ranks of the grid call this at the same step.
 
     Args:
         generation: the running one.
         key: used once in a generation, and equal on all ranks.
         data: of the rank that speaks; None on all others.
-        what: it is, for whoever waits.
+        what: it is, for messages about the wait.
 
     Raises:
         GenerationEnded: the manager ended the generation.
@@ -31,6 +31,6 @@ def tell_all(generation: Generation, key: Hashable, data: bytes | None, what: st
     if data:
         body.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     generation.reducer.sum_over_grid(("told", key), body, what)  # one writer: adding bytes is exact
-    with contextlib.suppress(GenerationEnded, LinkError):  # after the last step, whoever has heard it may leave
+    with contextlib.suppress(GenerationEnded, LinkError):  # after the last step, a rank that has heard it may leave
         generation.reducer.sum_over_grid(("heard", key), torch.zeros(1), what)
     return body.numpy().tobytes()

@@ -1,7 +1,7 @@
 """A worker's state: its generation, the sections that it holds, and what it reports when a generation ends.
 
 The training thread runs everything here but ``on_hold`` and ``on_flag``, which the membership calls on its own
-thread. Whoever finds the state at rest (between steps, or no part of a generation) may report it.
+thread. Either reports the state, if it finds it at rest: between steps, or no part of a generation.
 """
 
 import threading
@@ -66,10 +66,10 @@ class WorkerState:
         return self._kept
 
     def states(self) -> dict[int, SectionState]:
-        """State of every section held, as references; of lent ones without optimizer state, unless outdated.
+        """Return the state of every section held, as references; of lent ones without optimizer state, unless outdated.
 
-        With sums of gradients, if a step was broken off; nobody adds to them any more. And the copies of another rank's
-        state and sums, if they are complete and of the same step.
+        With sums of gradients, if a step was broken off, to which nothing is added any more. And the copies of another
+        rank's state and sums, if they are complete and of the same step.
         """
         stage = self.stage
         if stage is None:
@@ -79,9 +79,10 @@ class WorkerState:
             if each.section in states:
                 states[each.section].tensors[SUMS] = stage.buckets[each.section].flat
                 states[each.section].scalars[SUMS] = [list(span) for span in each.micro_batches]
-                statistics = stage.statistics.carried(each.section, each.micro_batches)
+                statistics = stage.statistics.as_bytes(each.section, each.micro_batches)
                 if statistics is not None:
                     states[each.section].tensors[STATISTICS] = statistics
+        # Its own state wins over a copy of the same section.
         states = {**self._copies(), **states}
         for section, copied in self._copies_of_sums.sealed(stage.next_step).items():
             state = states.setdefault(section, SectionState(section, {}))
@@ -89,13 +90,14 @@ class WorkerState:
             state.scalars[COPIED_SUMS] = [list(span) for span in copied.held.copies[0].micro_batches]
         return states
 
-    def in_hand(self, assignment: Assignment) -> dict[int, SectionState]:
-        """The states of ``states``, or of a memory checkpoint: that stays, so what this rank will train is a copy."""
+    def available_states(self, assignment: Assignment) -> dict[int, SectionState]:
+        """Return what ``states`` does, or a memory checkpoint: that stays, so what this rank will train is a copy."""
         states = self.memory.states(assignment.next_step) if assignment.from_memory else self.states()
         own = () if self.stage is None or assignment.from_memory else self.stage.sections
         trained = range(0) if assignment.is_spare else assignment.plan.sections_at(assignment.rank)
         come = {each.section for each in assignment.transfers if each.target_rank == assignment.rank}
         kept = self.memory.states(assignment.next_step).keys() - own
+        # Training would change them in place, and another rank's loss may still need them.
         for section in kept.intersection(trained) - come:
             state = states[section]
             copied = {name: value.clone() for name, value in state.tensors.items()}
@@ -105,7 +107,7 @@ class WorkerState:
     # -- into a generation -----------------------------------------------------------------------------------
 
     def enter(self, generation: int, inbox: Inbox, rank: int) -> None:
-        """The training thread begins to form a generation, with this rank.
+        """Note that the training thread begins to form a generation, with this rank.
 
         Raises:
             GenerationEnded: the manager has ended it already.
@@ -113,8 +115,9 @@ class WorkerState:
         if self.stage is not None:
             self.stage.roll_back()  # a new generation: the verdict on a tentative step was not COMMIT
         with self._lock:
-            self.serve(None)
+            self.send_through(None)
             self.generation, self._inbox, self._rank, self._at_rest = generation, inbox, rank, False
+            # A hold may come before this thread gets here: the lock orders the two.
             if self._ended >= generation:
                 raise GenerationEnded(generation)
 
@@ -122,8 +125,10 @@ class WorkerState:
         """Forget votes, since their steps will be run again: the run begins anew, or from a checkpoint."""
         self._votes.clear()
 
-    def take(self, stage: Stage | None, assignment: Assignment | None = None, sums: KeptSums | None = None) -> None:
-        """Hold this state from now on; until the first update, which needs everybody's, also what it still has to send.
+    def hold_stage(
+        self, stage: Stage | None, assignment: Assignment | None = None, sums: KeptSums | None = None
+    ) -> None:
+        """Hold this state from now on; until the first update, which waits for all ranks, also what others still need.
 
         Args:
             stage: None: a spare, which is at rest.
@@ -141,42 +146,42 @@ class WorkerState:
             if self._at_rest and self._ended >= self.generation:  # it was ended in this moment, by who saw no rest
                 self._end(self.generation)
 
-    def asked(self, flag: Flag) -> bool:
-        """Whether the manager wants ``flag`` in the next vote; a checkpoint is asked for once."""
+    def is_flag_asked(self, flag: Flag) -> bool:
+        """Return whether the manager wants ``flag`` in the next vote; a checkpoint is asked for once."""
         with self._lock:
             is_asked = self._asked.get(flag) == self.generation
             if is_asked and flag == "checkpoint":
                 del self._asked[flag]
             return is_asked
 
-    def serve(self, groups: Groups | None, *, exiting: bool = False) -> None:
+    def send_through(self, groups: Groups | None, *, exiting: bool = False) -> None:
         """Send through these groups what others still need of a spare's, and through no others any more."""
         with self._lock:
             if self._serving is not None:
                 self._serving.abandon(exiting=exiting)
             self._serving = groups
 
-    def release(self, generation: int) -> None:
+    def drop_before(self, generation: int) -> None:
         """Keep nothing from before a generation any more, if it is the newest: others have it."""
         with self._lock:
             if generation == self.generation:
                 self._kept, self._kept_step = {}, None
-                self.serve(None)
+                self.send_through(None)
 
     def arrived(self, generation: int) -> None:
         """Note that others have what they needed of this rank. It stays until the first update, if there is room."""
         kept_bytes = sum(value.nbytes for state in self._kept.values() for value in state.tensors.values())
         if self.stage is None or not has_room(kept_bytes):
-            self.release(generation)
+            self.drop_before(generation)
 
     def _whole(self) -> dict[int, SectionState]:
-        """By section, all state that is complete, as references."""
+        """Return all state that is complete, by section, as references."""
         stage = self.stage
         own = {} if stage is None else {section: stage.state_of(section) for section in stage.sharding.whole}
         return self._copies() | own
 
     def _copies(self) -> dict[int, SectionState]:
-        """By section, state of the same step that is not this rank's to train, as references."""
+        """Return state of the same step that is not this rank's to train, by section, as references."""
         kept = self._kept if self._kept_step == self.next_step else {}
         own = () if self.stage is None else self.stage.sections
         in_memory = {each: state for each, state in self.memory.states(self.next_step).items() if each not in own}
@@ -185,10 +190,11 @@ class WorkerState:
     # -- votes -----------------------------------------------------------------------------------------------
 
     def remember(self, vote: Vote) -> None:
-        """Keep the result of a vote, for whoever has not got it; of those before it what nobody has written down."""
+        """Keep the result of a vote for survivors that lack it, and earlier ones that the manager has not on disk."""
         with self._lock:
-            self.release(self.generation)  # everybody has voted, so everybody is whole
+            self.drop_before(self.generation)  # all ranks have voted, so all are whole
             if self._votes:
+                # A vote that followed proves that all have applied the one before: its vector is not needed any more.
                 self._votes[-1] = self._votes[-1].shortened()
             recorded = self._membership.recorded_step
             while self._votes and self._votes[0].step <= recorded:
@@ -196,20 +202,20 @@ class WorkerState:
             self._votes.append(vote)
 
     def report_unrecorded(self) -> None:
-        """Rank 0 may have died before it reported the last steps: say again what nobody has written down."""
+        """Report votes again that the manager has not on disk: rank 0 may have died before it did."""
         for vote in self._votes:
             if vote.step > self._membership.recorded_step:
                 self._membership.voted(vote)
 
     def newest(self) -> LoopStep | None:
-        """The newest step that the state contains, by its vote; None if the vote is not known here."""
+        """Return the newest step that the state contains, by its vote; None if the vote is not known here."""
         stage, newest = self.stage, self._votes[-1] if self._votes else None
         if stage is None or newest is None or newest.step != stage.next_step - 1:
             return None
         return LoopStep(newest.step, layout_of(stage).read(newest.vector), newest.wall_s)
 
     def is_over(self, steps: int) -> bool:
-        """Whether the newest step that the state contains ended the training: the last of ``steps``, or by its flag."""
+        """Return whether the newest step of the state ended the training: the last of ``steps``, or by its flag."""
         newest = self.newest()
         return newest is not None and (newest.step + 1 == steps or newest.totals.stop)
 
@@ -226,7 +232,7 @@ class WorkerState:
 
     @contextmanager
     def resting(self, *, regroup: bool) -> Iterator[None]:
-        """In this block the user's code runs: the state is at rest, and a hold is answered at once.
+        """Let the user's code run in this block: the state is at rest, and a hold is answered at once.
 
         A planned regroup waits for that code, which may evaluate, unless the manager loses patience.
         """
@@ -244,10 +250,12 @@ class WorkerState:
         """End a generation, since the manager has."""
         with self._span("hold", generation), self._lock:
             self._ended = max(self._ended, generation)
+            # Of an older generation, which this worker has left: there is nothing to stop.
             if generation < self.generation and self.generation >= 0:
                 return
             if self._at_rest:
                 self._end(generation)
+            # The training thread works: it finds the end at its next wait, and reports then (``give_up``).
             elif self._inbox is not None:
                 self._inbox.abort(GenerationEnded(generation))
 
@@ -273,6 +281,7 @@ class WorkerState:
         """End a generation here and report, once; the lock is held."""
         if self._inbox is not None:
             self._inbox.abort(GenerationEnded(generation))
+        # Both threads may find the end; the manager gets one report of each generation, but for verdicts.
         if self._reported < generation:
             self._reported = generation
             self._report(generation)

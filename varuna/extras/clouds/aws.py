@@ -63,7 +63,7 @@ class AutoScalingGroup:
         self.region = str(self._client.meta.region_name)
 
     def read(self) -> GroupState:
-        """Look; errors as of ``GroupApi``."""
+        """Read the group's sizes; errors as of ``GroupApi``."""
         found = self._call("describe_auto_scaling_groups", AutoScalingGroupNames=[self._group])["AutoScalingGroups"]
         if not found:
             raise refused("AWS", Refusal.GONE, f"no Auto Scaling group {self._group!r} in this region")
@@ -77,7 +77,7 @@ class AutoScalingGroup:
         )
 
     def resizing(self, nodes: int) -> str:
-        """The call, to show."""
+        """Return the call of ``resize``, to show."""
         return f"autoscaling SetDesiredCapacity AutoScalingGroupName={self._group} DesiredCapacity={nodes}"
 
     def resize(self, nodes: int) -> None:

@@ -38,7 +38,7 @@ _CODES = {
 
 
 def resource_path(where: str) -> str:
-    """Path of a scale set, from ``SUBSCRIPTION/GROUP/NAME`` or its whole resource ID.
+    """Return the path of a scale set, from ``SUBSCRIPTION/GROUP/NAME`` or its whole resource ID.
 
     Raises:
         UsageError: it is neither.
@@ -59,7 +59,7 @@ def resource_path(where: str) -> str:
 
 
 def explain(status: int, error: object) -> FleetError:
-    """The error that ``{"code": ..., "message": ...}`` means; operations that failed later have status 200."""
+    """Return the error that ``{"code": ..., "message": ...}`` means; operations that failed later have status 200."""
     fields = error if isinstance(error, dict) else {}
     code, message = str(fields.get("code", "")), str(fields.get("message", ""))
     why = _CODES.get(code)
@@ -71,7 +71,7 @@ def explain(status: int, error: object) -> FleetError:
 
 
 def is_evicted(machine: dict[str, Any]) -> bool:
-    """Whether a machine was stopped and keeps its place, as spot machines that are evicted do by default."""
+    """Return whether a machine was stopped and keeps its place, as spot machines that are evicted do by default."""
     statuses = machine.get("properties", {}).get("instanceView", {}).get("statuses", [])
     return any(status.get("code") in ("PowerState/deallocated", "PowerState/deallocating") for status in statuses)
 
@@ -97,7 +97,7 @@ class ScaleSet:
         self._evicted = 0
 
     def read(self) -> GroupState:
-        """Look; errors as of ``GroupApi``."""
+        """Read the scale set's sizes; errors as of ``GroupApi``."""
         found = self._asked(self._rest.request("GET", f"{self._path}?{_API}")).content
         sku = found.get("sku")
         if not isinstance(sku, dict) or not isinstance(sku.get("capacity"), int):
@@ -111,7 +111,7 @@ class ScaleSet:
         return GroupState(desired=sku["capacity"], running=running, gave_up=state == "Failed")
 
     def resizing(self, nodes: int) -> str:
-        """The call, to show."""
+        """Return the call of ``resize``, to show."""
         return str(self._resizing(nodes))
 
     def resize(self, nodes: int) -> None:
@@ -158,7 +158,7 @@ def _resource_manager() -> Rest:
 
 
 def _identity(url: str) -> Callable[[], str]:
-    """Tokens of whoever runs this: a managed identity, a service principal, or ``az login``."""
+    """Get tokens of the caller: a managed identity, a service principal, or ``az login``."""
     try:
         from azure.identity import DefaultAzureCredential
     except ImportError as error:

@@ -36,7 +36,7 @@ class GroupEngine(GroupProvider):
         self._run_dir = place.run_dir
 
     def start(self, command: AgentCommand) -> None:
-        """Keep the JOIN string for whoever gives it to the machines."""
+        """Keep the JOIN string for the person or script that gives it to the machines."""
         keep_join(self._run_dir, command.join)
 
     def describe(self) -> str:

@@ -36,7 +36,7 @@ _CODES = {
 
 
 def resource_path(where: str) -> str:
-    """Path of a managed instance group, from ``PROJECT/ZONE/NAME`` or ``PROJECT/REGION/NAME``.
+    """Return the path of a managed instance group, from ``PROJECT/ZONE/NAME`` or ``PROJECT/REGION/NAME``.
 
     Raises:
         UsageError: it is neither.
@@ -52,7 +52,7 @@ def resource_path(where: str) -> str:
 
 
 def explain(status: int, error: object) -> FleetError:
-    """The error that Google's ``{"code": 403, "message": ..., "errors": [{"reason": ...}]}`` means."""
+    """Return the error that Google's ``{"code": 403, "message": ..., "errors": [{"reason": ...}]}`` means."""
     fields = error if isinstance(error, dict) else {}
     reasons = [str(one.get("reason", "")) for one in _dicts(fields.get("errors"))]
     known = [reason for reason in reasons if reason in _CODES]
@@ -97,7 +97,7 @@ class InstanceGroup:
         self._instances: list[dict[str, Any]] = []
 
     def read(self) -> GroupState:
-        """Look; errors as of ``GroupApi``."""
+        """Read the group's sizes; errors as of ``GroupApi``."""
         found = self._asked(self._rest.request("GET", self._path)).content
         if not isinstance(found.get("targetSize"), int):
             raise CapacityError(f"Google Cloud did not answer: no target size of {self.name}")
@@ -106,7 +106,7 @@ class InstanceGroup:
         return GroupState(desired=found["targetSize"], running=running)
 
     def resizing(self, nodes: int) -> str:
-        """The call, to show."""
+        """Return the call of ``resize``, to show."""
         return str(self._resizing(nodes))
 
     def resize(self, nodes: int) -> None:
@@ -140,7 +140,7 @@ class InstanceGroup:
 
 
 def _adc() -> Callable[[], str]:
-    """Tokens of whoever runs this: a VM's service account, a key file, or ``gcloud auth application-default login``."""
+    """Get tokens of the caller: a VM's service account, a key file, or ``gcloud auth application-default login``."""
     try:
         import google.auth
         from google.auth.transport.requests import Request as Transport

@@ -8,7 +8,7 @@ from varuna.extras.clouds.original_size import OriginalSize
 from varuna.fleet.engines.provider import CapacityError
 
 _CONTESTED = 3
-"""Looks in a row at which somebody else has set another size: no person does that, but another run does."""
+"""Looks in a row that found a size of another's: a person sets it once, another run again and again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +33,11 @@ class GroupApi(Protocol):
     """For messages, such as ``Auto Scaling group trainers``."""
 
     def read(self) -> GroupState:
-        """Look."""
+        """Read the group's sizes."""
         ...
 
     def resizing(self, nodes: int) -> str:
-        """The call that ``resize`` would make, to show."""
+        """Return the call that ``resize`` would make, to show."""
         ...
 
     def resize(self, nodes: int) -> None:
@@ -50,7 +50,7 @@ class GroupApi(Protocol):
 
 
 class GroupProvider:
-    """The run sets the desired size, within its bounds and the group's.
+    """Sets a group's desired size for the run, within its bounds and the group's.
 
     Args:
         api: the group.
@@ -69,15 +69,15 @@ class GroupProvider:
         api.read()
 
     def resize(self, nodes: int) -> None:
-        """Set the desired size; says so if machines are missing and the cloud says why.
+        """Set the desired size; raise what the cloud says if machines are missing.
 
         Raises:
             CapacityError: the group's maximum is lower, or the cloud has no such machines now.
-            FleetError: no permission, the group is gone, or somebody else sets its size again and again.
+            FleetError: no permission, the group is gone, or another run or policy sets its size again and again.
         """
         state = self._api.read()
         self._note_others(state.desired, nodes)
-        self._before.keep(state.desired)
+        self._before.keep_size(state.desired)
         allowed = _within(state, nodes)
         self._wished = allowed
         if state.desired != allowed:
@@ -93,25 +93,25 @@ class GroupProvider:
                     self._api.resize(allowed)
 
     def size(self) -> int:
-        """Machines that run or start; errors as of ``resize``."""
+        """Return the number of machines that run or start; errors as of ``resize``."""
         return self._api.read().running
 
     def rehearse(self, nodes: int) -> list[str]:
-        """The calls that would change something now, to show; errors as of ``resize``."""
+        """Return the calls that would change something now, to show; errors as of ``resize``."""
         state = self._api.read()
         allowed = _within(state, nodes)
         return [self._api.resizing(allowed)] if allowed != state.desired else []
 
     def close(self) -> None:
-        """Put the size back to what it was before the run, unless somebody else has changed it.
+        """Put the size back to what it was before the run, unless another run or a person has changed it.
 
         Raises:
             CapacityError: the cloud does not answer now.
-            FleetError: no permission, or the group is gone; or the size is somebody else's, and not what it was.
+            FleetError: no permission, or the group is gone; or the size is another's, and not what it was.
         """
         if self._wished is None:
             return
-        now, before = self._api.read().desired, self._before.keep(self._wished)
+        now, before = self._api.read().desired, self._before.keep_size(self._wished)
         if now == self._wished != before:
             self._api.resize(before)
         self._before.drop()
@@ -138,6 +138,6 @@ class GroupProvider:
 
 
 def _within(state: GroupState, nodes: int) -> int:
-    """The size to ask for, within the group's own bounds."""
+    """Return the size to ask for, within the group's own bounds."""
     wanted = max(nodes, state.least)
     return wanted if state.most is None else min(wanted, state.most)

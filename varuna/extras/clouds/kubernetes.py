@@ -27,7 +27,7 @@ _MERGE = "application/merge-patch+json"
 
 
 def explain(answer: RestAnswer) -> FleetError:
-    """The error that Kubernetes' ``Status`` object means."""
+    """Return the error that Kubernetes' ``Status`` object means."""
     message, reason = str(answer.content.get("message", "")), str(answer.content.get("reason", ""))
     why = by_status(answer.status)
     if _QUOTA in message:
@@ -81,7 +81,7 @@ class AgentSet:
         self._selector, self._desired = "", 0
 
     def read(self) -> GroupState:
-        """Look; errors as of ``GroupApi``."""
+        """Read the set's sizes; errors as of ``GroupApi``."""
         content = self._asked(self._rest.request("GET", self._scale)).content
         spec, status = content.get("spec"), content.get("status")
         if content.get("kind") != "Scale" or not isinstance(spec, dict) or not isinstance(status, dict):
@@ -91,7 +91,7 @@ class AgentSet:
         return GroupState(desired=self._desired, running=self._running())
 
     def resizing(self, nodes: int) -> str:
-        """The call, to show."""
+        """Return the call of ``resize``, to show."""
         return str(self._resizing(nodes))
 
     def resize(self, nodes: int) -> None:
@@ -115,7 +115,7 @@ class AgentSet:
         self._asked(self._rest.request("PATCH", self._secret, {"data": data}, _MERGE))
 
     def _running(self) -> int:
-        """Pods that have a node and have not ended: a replica that waits for a node is no machine yet."""
+        """Return the pods that have a node and have not ended: a replica that waits for a node is no machine yet."""
         return sum(
             bool(pod.get("spec", {}).get("nodeName")) and pod.get("status", {}).get("phase") in ("Pending", "Running")
             for pod in self._listed()

@@ -20,8 +20,8 @@ class OriginalSize:
     def __init__(self, run_dir: Path, group: str) -> None:
         self._run_dir, self._name = run_dir, _fact(group)
 
-    def keep(self, nodes: int) -> int:
-        """Keep a size, unless one is kept already; returns the one that is kept.
+    def keep_size(self, nodes: int) -> int:
+        """Keep a size, unless one is kept already; return the one that is kept.
 
         Raises:
             FleetError: the database cannot be used.
@@ -52,7 +52,7 @@ class OriginalSize:
 
 
 def user_of(group: str, among: Iterable[Path]) -> Path | None:
-    """The folder of the first run among these that has changed this group's size, and has not given it back."""
+    """Find the folder of the first run among these that has changed this group's size, and has not given it back."""
     for folder in among:
         try:
             with closing(sqlite3.connect(f"{(folder / FILE).as_uri()}?mode=ro", uri=True, timeout=2.0)) as database:

@@ -32,7 +32,7 @@ _FOR_GOOD = (Refusal.FORBIDDEN, Refusal.GONE, Refusal.WRONG)
 
 
 def refused(cloud: str, why: Refusal, said: str, code: str = "") -> FleetError:
-    """The error to raise: a CapacityError if asking again may help, a FleetError if only a person can.
+    """Return the error to raise: a CapacityError if asking again may help, a FleetError if only a person can.
 
     Args:
         cloud: its name.

@@ -17,7 +17,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Bearer:
-    """A token that somebody else's library gets and renews.
+    """A token that the cloud's own library gets and renews.
 
     Args:
         cloud: its name.
@@ -30,7 +30,7 @@ class Bearer:
         self._worked = False
 
     def token(self) -> str:
-        """The token.
+        """Return the token.
 
         Raises:
             CapacityError: it cannot be renewed now.
@@ -108,7 +108,7 @@ class Rest:
         return HttpRequest(method, path if "://" in path else self.url + path, headers, body)
 
     def send(self, request: HttpRequest) -> RestAnswer:
-        """Send it.
+        """Send the request.
 
         Raises:
             CapacityError: no answer, or none that can be understood.

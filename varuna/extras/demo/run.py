@@ -291,7 +291,7 @@ def _train(example: Path, steps: int, work: Path, view: RunView) -> int:
         ended = run.manage()
     finally:
         view.close(None, None)
-    assert ended is not None  # nobody tells its manager to leave
+    assert ended is not None  # its manager is never told to leave
     if ended.exit_code:
         say(ended.text)
     return ended.exit_code

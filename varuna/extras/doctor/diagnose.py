@@ -18,7 +18,7 @@ FEW_SHARE = 0.02
 TOLERANCE = 0.05
 """A step that was predicted so much wrong is worth a look."""
 _PREDICTIONS = 3
-"""Of so many generations, the newest ones."""
+"""Number of generations that are looked at, the newest ones."""
 CLOCK_SKEW_S = 5.0
 """Beyond this difference, expiry dates and logs of two machines cannot be compared."""
 
@@ -118,7 +118,7 @@ class Facts:
 
 
 def diagnose(facts: Facts) -> tuple[Finding, ...]:
-    """Findings of all checks, in the order in which a person would want to read them."""
+    """Return the findings of all checks, in the order in which a person would want to read them."""
     return (
         *_manager(facts),
         *_ledger(facts),
@@ -302,7 +302,7 @@ def _named(machines: Sequence[str]) -> str:
 
 
 def is_exposed(address: str) -> bool:
-    """Whether strangers may reach a socket that listens on this address: a public one, or all of the machine's."""
+    """Return whether strangers may reach a listening address: a public one, or all of the machine's."""
     found = ipaddress.ip_address(address)
     mapped = getattr(found, "ipv4_mapped", None)
     return (mapped or found).is_unspecified or (mapped or found).is_global

@@ -75,7 +75,7 @@ def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
 
 
 def _copied(plan: Mapping[str, Any]) -> bool:
-    """Whether the state of each stage has a copy in another worker's memory."""
+    """Return whether the state of each stage has a copy in another worker's memory."""
     return plan.get("copies") == Copies.STATE.value
 
 
@@ -103,7 +103,7 @@ def _kept_directory(folder: Path) -> str | None:
 
 
 def _ask(access: Access) -> tuple[Mapping[str, Any], tuple[ClockReading, ...], str]:
-    """Status and clocks, or the reason why there are none."""
+    """Ask for status and clocks; return them, or the reason why there are none."""
     try:
         before_s = time.time()
         answer = access.remote().get("/status")
@@ -117,7 +117,7 @@ def _ask(access: Access) -> tuple[Mapping[str, Any], tuple[ClockReading, ...], s
 
 
 def _line_of(access: Access) -> Line | None:
-    """The line that the plan needs, by what the run has measured; None: not known."""
+    """Return the line that the plan needs, by what the run has measured; None: not known."""
     try:
         answer = access.remote().get("/plans")
     except VarunaError:
@@ -128,7 +128,7 @@ def _line_of(access: Access) -> Line | None:
 
 
 def _ask_of_hosts(access: Access) -> Mapping[str, Mapping[str, Any]]:
-    """Agents' reports about their machines; empty if the manager went away meanwhile."""
+    """Ask for agents' reports about their machines; empty if the manager went away meanwhile."""
     try:
         answer = access.remote().get("/hosts")
     except VarunaError:
@@ -147,7 +147,7 @@ def _clocks(headers: Mapping[str, str], now_s: float) -> tuple[ClockReading, ...
 
 
 def look_at_checkpoints(directory: str, *, reads: bool) -> CheckpointSeen:
-    """The newest checkpoint of a directory, and whether it can be used."""
+    """Find the newest checkpoint of a directory, and whether it can be used."""
     try:
         store = impatient(open_store(directory), SHOWN_S, SHOWN_S)
         if not any(folder.is_committed for folder in survey(store)):
@@ -191,7 +191,7 @@ def _disks(folder: Path, directory: object) -> tuple[Disk, ...]:
 
 
 def _disks_of(hosts: Mapping[str, Mapping[str, Any]]) -> tuple[Disk, ...]:
-    """Disks that agents report; those of this machine's agents are the same disk once."""
+    """List the disks that agents report; those of this machine's agents are the same disk once."""
     return tuple(
         Disk(disk["use"], disk["path"], disk["free_bytes"], disk["size_bytes"], name)
         for name, host in hosts.items()
@@ -215,7 +215,7 @@ def _clocks_of(hosts: Mapping[str, Mapping[str, Any]], managers: tuple[ClockRead
 
 
 def _listeners(access: Access) -> tuple[Listener, ...] | None:
-    """Sockets of the manager and of the processes that it has started; empty if it is on another machine."""
+    """List the sockets of the manager and of the processes that it has started; empty if it is on another machine."""
     if not listening_sockets.available():
         return None
     manager = listening_sockets.owner_of(access.port)

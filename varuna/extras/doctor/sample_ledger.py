@@ -59,7 +59,7 @@ def audit(events: Iterable[RunEvent], *, is_cut: bool = False) -> SampleLedger:
 
 
 def _from_first_step(events: Iterable[RunEvent]) -> Iterator[RunEvent]:
-    """The log from its first step on, as if the generation of that step had begun with it."""
+    """Return the log from its first step on, as if the generation of that step had begun with it."""
     running: GenerationRecord | None = None
     has_begun = False
     for event in events:
@@ -89,7 +89,7 @@ class _Book:
         return self._first_step + len(self._steps)
 
     def begin(self, record: GenerationRecord) -> None:
-        """A generation starts after the newest committed step, or falls back and takes steps with it."""
+        """Note a generation, which starts after the newest committed step, or falls back and takes steps with it."""
         before, self._generation = self._generation, record
         name = f"generation {record.generation}"
         if before is None:
@@ -107,7 +107,7 @@ class _Book:
             self._fault(f"{name}: {text}")
 
     def commit(self, event: StepRecorded) -> None:
-        """A step was recorded."""
+        """Note a step that was recorded."""
         step = f"step {event.step}"
         if self._generation is None or event.generation > self._generation.generation:
             self._fault(f"{step} is of generation {event.generation}, which had not begun")
@@ -119,7 +119,7 @@ class _Book:
         self._steps.append(event)
 
     def close(self) -> SampleLedger:
-        """Draw the line."""
+        """Return the ledger of the timeline."""
         return SampleLedger(
             first_step=self._first_step,
             steps=len(self._steps),
@@ -134,7 +134,7 @@ class _Book:
 
 
 def _share_faults(plan: Plan) -> list[str]:
-    """Whether the replicas share the samples of a global batch, and the stages the sections, without gap or overlap."""
+    """Find gaps and overlaps between replicas' samples of a global batch, or between stages' sections."""
     shares = Counter(
         sample
         for replica in range(plan.replicas)

@@ -27,7 +27,7 @@ _WIDEST = 8
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """Something moves meanwhile, on a terminal."""
+    """Show on a terminal that something is being done, in this block."""
     with PlainConsole(stderr=True).status("looking at this machine"):
         yield
 
@@ -40,7 +40,7 @@ def show(
     *,
     healthy: bool = True,
 ) -> bool:
-    """Show findings; returns whether all is well.
+    """Show findings; return whether all is well.
 
     Args:
         title: above them.
@@ -64,7 +64,7 @@ def show(
 
 
 def show_fleet(facts: "FleetFacts", findings: Sequence[Finding], as_json: bool) -> bool:
-    """Show the findings of several machines; returns whether all is well."""
+    """Show the findings of several machines; return whether all is well."""
     is_well = is_healthy(findings)
     if as_json:
         links = {to: {by: link.model_dump() for by, link in row.items()} for to, row in facts.links.items()}
@@ -83,7 +83,7 @@ def show_fleet(facts: "FleetFacts", findings: Sequence[Finding], as_json: bool) 
 
 
 def merged(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
-    """One row for what several machines say alike, and one for all that is well on a machine; the worst last.
+    """Merge what several machines say alike, and all that is well on a machine, into one row each; the worst last.
 
     The end of what is printed is what one sees first.
     """
@@ -126,7 +126,7 @@ def _verdict(findings: Sequence[Finding], is_well: bool) -> Text:
 
 
 def _matrix(facts: "FleetFacts") -> Table:
-    """From the row to the column: bandwidth and latency."""
+    """Return a table of bandwidth and latency from row to column."""
     from varuna.extras.doctor.judging.judge_machine import delay, speed
 
     first, *others = [machine.name for machine in facts.machines]

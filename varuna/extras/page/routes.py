@@ -19,7 +19,7 @@ markup. A picture may also be one that the page has asked for with its session, 
 
 
 def page_routes() -> list[Route]:
-    """The page and its files."""
+    """Return the routes of the page and its files."""
     return [Route("/", _page), Route("/page/{name}", _asset)]
 
 

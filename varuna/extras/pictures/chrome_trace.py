@@ -17,11 +17,11 @@ _ACTIONS, _WAITS, _END = 1, 2, 3
 _TRACKS = {_ACTIONS: "actions", _WAITS: "waits", _END: "end of the step"}
 _NAMES = {"F": "forward", "R": "recompute", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 _SIMULATED = 1_000_000
-"""Numbers of simulated processes begin here: no run has so many ranks."""
+"""Numbers of simulated processes begin here: no run has as many ranks."""
 
 
 def chrome_trace(timeline: StepTimeline, trace: StepTrace | None) -> dict[str, Any]:
-    """The whole document; times in microseconds from the first action.
+    """Return the whole document; times in microseconds from the first action.
 
     Args:
         timeline: what was measured.
@@ -74,7 +74,7 @@ def _arrow(
     alignment: Alignment,
     zero_s: float,
 ) -> Iterator[Event]:
-    """From the action that sent a message to the one that needs it."""
+    """Draw an arrow from the action that sent a message to the one that needs it."""
     to = receiver_of(timeline.plan, rank.rank, kind)
     receiver = next((each for each in timeline.ranks if each.rank == to), None)
     if receiver is None:

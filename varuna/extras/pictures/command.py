@@ -30,7 +30,7 @@ varuna profile --steps 120:122
 varuna profile --rank 0 --rank 3 --steps 500:500 -o profiles
 """
 _ASK_S = 0.5
-_STILL_S = 600.0  # a run that makes no step for so long is not waited for
+_STILL_S = 600.0  # a run that makes no step for that time is not waited for
 
 Output = Annotated[
     Path | None,
@@ -100,7 +100,7 @@ def _listed(ranks: list[int]) -> str:
 
 
 def _range(steps: str) -> tuple[int, int]:
-    """``FIRST:LAST``, or one step."""
+    """Parse ``FIRST:LAST``, or one step."""
     first, _, last = steps.partition(":")
     if not first.isdecimal() or not (last or first).isdecimal():
         raise UsageError(f"--steps {steps!r} names no steps. Write FIRST:LAST, such as --steps 120:122")
@@ -108,7 +108,7 @@ def _range(steps: str) -> tuple[int, int]:
 
 
 def _timeline_of(run: Path | None, step: int | None) -> "StepTimeline":
-    """From the manager, or from the folder of a run that is over."""
+    """Read a timeline from the manager, or from the folder of a run that is over."""
     from varuna.fleet.net.client import UnreachableError
     from varuna.fleet.run_folder.connection_file import find
     from varuna.fleet.run_folder.timelines import kept_steps, parse_timeline, read_timeline
@@ -136,7 +136,7 @@ def _timeline_of(run: Path | None, step: int | None) -> "StepTimeline":
 
 
 def _wait(ask: "Callable[[], ManagerReply]", step: int | None) -> bytes:
-    """Ask until the answer is there, for as long as the run goes on.
+    """Ask until the answer is there, while the run makes steps.
 
     Raises:
         FleetError: the manager refuses, or the run stands still.

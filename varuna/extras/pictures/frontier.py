@@ -10,13 +10,13 @@ _WIDTH, _HEIGHT = 1060, 520
 _PLOT = (80, 56, 560, 440)  # left, top, right, bottom, pixels
 _LIST = 640  # left edge of the list of fleets, pixels
 _NAME = 58  # longest that has room, characters
-_TICKS = 8  # about so many on an axis
+_TICKS = 8  # on an axis, about
 _INK, _SOFT, _GRID, _LINE, _FLEET, _ANSWER = "#222222", "#6b6b6b", "#dddddd", "#9ab4d6", "#1f5fa8", "#b3541e"
 _HOUR_S = 3600
 
 
 class DrawnFleet(NamedTuple):
-    """One that no other one beats in both."""
+    """A fleet that no other one beats in both speed and price."""
 
     name: str
     shape: str
@@ -51,7 +51,7 @@ class _Axis(NamedTuple):
 
 
 def draw(title: str, fleets: Sequence[DrawnFleet], job: DrawnJob | None = None) -> str:
-    """SVG text: speed to the right, dollars upwards, every fleet numbered and named beside.
+    """Draw SVG text: speed to the right, dollars upwards, every fleet numbered and named beside.
 
     Args:
         title: above it.
@@ -102,7 +102,7 @@ def _prices(axis: _Axis, job: DrawnJob | None) -> list[str]:
 
 
 def _stairs(fleets: Sequence[DrawnFleet], speed: _Axis, price: _Axis) -> str:
-    """The least that each speed costs."""
+    """Draw the least that each speed costs."""
     path = ""
     for each in fleets:
         x, y = speed.at(each.examples_per_s), price.at(each.dollars_per_million)
@@ -111,7 +111,7 @@ def _stairs(fleets: Sequence[DrawnFleet], speed: _Axis, price: _Axis) -> str:
 
 
 def _limits(job: DrawnJob, speed: _Axis, price: _Axis) -> list[str]:
-    """Lines beyond which a fleet is too slow, or too dear; none for a limit that is off the picture."""
+    """Draw lines beyond which a fleet is too slow, or too dear; none for a limit that is off the picture."""
     left, top, right, bottom = _PLOT
     parts = []
     if job.deadline_hours:
@@ -153,7 +153,7 @@ def _listed(number: int, fleet: DrawnFleet) -> list[str]:
 
 
 def _round_ticks(values: Sequence[float]) -> tuple[float, ...]:
-    """Round numbers around all values, evenly; from 0 if the values differ much, or are one."""
+    """Return round numbers around all values, evenly; from 0 if the values differ much, or are one."""
     least, most = min(values), max(values)
     if least < most / 2 or least == most:
         least = 0.0

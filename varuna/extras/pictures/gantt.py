@@ -51,7 +51,7 @@ class Panel:
     rows: tuple[tuple[Interval, ...], ...]
     """F, R, B, I, W, reduce, vote and optimizer of each stage in order of time, which counts from the step's start."""
     strips: tuple[tuple[Interval, ...], ...] = ()
-    """By stage, what goes on below its actions; there may be several at a time. Empty: nothing is drawn there."""
+    """by stage, work below its actions, of which several may be under way at a time; empty: none is drawn"""
 
     @property
     def end_s(self) -> float:
@@ -60,7 +60,7 @@ class Panel:
 
 
 def simulated(title: str, note: str, trace: StepTrace) -> Panel:
-    """The panel of a simulated step."""
+    """Return the panel of a simulated step."""
     rows = []
     for row, reduced_s, end_s in zip(trace.rows, trace.reduced_s, trace.ends_s, strict=True):
         bars = [Interval(action.kind.value, action.micro_batch, start_s, stop_s) for action, start_s, stop_s in row]
@@ -73,7 +73,7 @@ def simulated(title: str, note: str, trace: StepTrace) -> Panel:
 
 
 def draw(title: str, panels: Sequence[Panel], *, notes: Sequence[str] = (), unit: str = "s") -> str:
-    """A picture of all panels over one time axis.
+    """Draw a picture of all panels over one time axis.
 
     Args:
         title: of the whole picture.
@@ -145,7 +145,7 @@ def _panel(panel: Panel, top: float, lane: float, span_s: float, unit: str) -> I
 
 
 def _bars(row: Sequence[Interval], y: float, height: float, x: Callable[[float], float]) -> Iterator[str]:
-    """One thick broken line for each kind of work, so that many thousand bars stay small; numbers where they fit."""
+    """Draw one thick broken line for each kind of work, as there may be thousands of bars; numbers where they fit."""
     if _is_dense(row):
         yield from _shares(row, y, height, x)
         return
@@ -170,12 +170,12 @@ def _bars(row: Sequence[Interval], y: float, height: float, x: Callable[[float],
 
 
 def _lane(panel: Panel, lane: float) -> float:
-    """Height of a stage."""
+    """Return the height of a stage."""
     return lane + _STRIP * len(_STRIPS) if panel.strips else lane
 
 
 def _strip(strip: Sequence[Interval], y: float, x: Callable[[float], float]) -> Iterator[str]:
-    """A thin line for each kind; where several are under way, they cover each other."""
+    """Draw a thin line for each kind; where several are under way, they cover each other."""
     for number, name in enumerate(_STRIPS):
         middle = y + _STRIP * (number + 0.5)
         spans = ((x(bar.begin_s), x(bar.end_s)) for bar in strip if bar.kind == name)
@@ -189,7 +189,7 @@ def _is_dense(row: Sequence[Interval]) -> bool:
 
 
 def _shares(row: Sequence[Interval], y: float, height: float, x: Callable[[float], float]) -> Iterator[str]:
-    """Stacked shares of the time by kind of work, where bars are too narrow to see; white above is idle."""
+    """Draw stacked shares of the time by kind of work, where bars are too narrow to see; white above is idle."""
     count = int((_RIGHT - _LEFT) / _BUCKET_WIDTH)
     shares = {name: [0.0] * count for name in _LOOKS}
     for bar in row:
@@ -215,7 +215,7 @@ def _shares(row: Sequence[Interval], y: float, height: float, x: Callable[[float
 
 
 def _ticks(span_s: float) -> Iterator[float]:
-    """About eight round times for the axis."""
+    """Return about eight round times for the axis."""
     step = round_up(span_s / 8)
     count = int(span_s / step)
     yield from (round(number * step, 12) for number in range(count + 1))

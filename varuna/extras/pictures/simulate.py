@@ -140,7 +140,7 @@ def _in_units(
 
 
 def _of_plan(request: PlanRequest, split_last: int | None, seed: int) -> SimulatedStep:
-    """The best plan.
+    """Simulate the best plan.
 
     Raises:
         NoPlanError: no plan fits the calibration's memory.
@@ -148,7 +148,7 @@ def _of_plan(request: PlanRequest, split_last: int | None, seed: int) -> Simulat
     """
     plan = best_plan(request)
     if split_last is not None:
-        plan = plan.each(split_last=split_last)
+        plan = plan.with_each_pipeline(split_last=split_last)
     micro_batches = len(plan.micro_batches_of(0))
     _check_size(plan.stages, micro_batches)
     trace = simulator.simulate(
@@ -178,7 +178,7 @@ def _check_size(stages: int, micro_batches: int) -> None:
 
 
 def _parse_network(text: str) -> LinkCosts:
-    """``LATENCY,SERIALISATION,JITTER`` in units of a forward."""
+    """Parse ``LATENCY,SERIALISATION,JITTER`` in units of a forward."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
@@ -195,7 +195,7 @@ def _parse_network(text: str) -> LinkCosts:
 
 
 def report(outcome: SimulatedStep, seed: int) -> dict[str, Any]:
-    """Everything that is printed, as JSON values."""
+    """Return everything that is printed, as JSON values."""
     trace, plan = outcome.trace, outcome.plan
     found: dict[str, Any] = {"policy": outcome.policy, "micro_batches": outcome.micro_batches}
     suffix = "_s"

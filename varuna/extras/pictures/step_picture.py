@@ -28,7 +28,7 @@ def begin_s(timeline: StepTimeline, alignment: Alignment) -> float:
 
 
 def picture(timeline: StepTimeline, trace: StepTrace | None) -> str:
-    """The whole sheet, as SVG.
+    """Draw the whole sheet, as SVG.
 
     Args:
         timeline: what was measured.
@@ -113,7 +113,7 @@ def _strips(rank: RankTimeline | None, alignment: Alignment, zero_s: float) -> I
 
 
 def _sends(trace: StepTrace) -> tuple[tuple[Interval, ...], ...]:
-    """Messages of a simulated step: each leaves as its action ends, or a little earlier."""
+    """Return the messages of a simulated step: each leaves as its action ends, or a little earlier."""
     last, found = len(trace.rows) - 1, []
     for stage, row in enumerate(trace.rows):
         bars = []
@@ -144,7 +144,7 @@ def _busy(rows: Sequence[Sequence[Interval]]) -> str:
 
 
 def simulation_of(timeline: StepTimeline) -> StepTrace:
-    """The step as it would be if each action and message took the median of what it did take.
+    """Simulate the step, each action and message with the median of what it took.
 
     Raises:
         FleetError: no rank of some stage has told anything.
@@ -209,12 +209,12 @@ def _median_s(values: Sequence[float]) -> float:
 
 
 def _reduced_s(rank: RankTimeline) -> float:
-    """From the last action to the last sum."""
+    """Return the seconds from the last action to the last sum."""
     last: Sequence[Interval] = rank.actions[-1:]
     return max((end.end_s - did.end_s for did in last for end in rank.ends if end.kind == "reduce"), default=0.0)
 
 
 def _after(rank: RankTimeline, name: str) -> float:
-    """From the end of a part of the step to the end of the step."""
+    """Return the seconds from the end of a part of the step to the end of the step."""
     ended_s = next((end.end_s for end in rank.ends if end.kind == name), rank.end_s)
     return max(0.0, rank.end_s - ended_s)

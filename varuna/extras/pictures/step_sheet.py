@@ -12,12 +12,12 @@ _MOST_SIMULATED = 20_000
 
 
 def drawn(answer: DeskAnswer) -> DeskAnswer:
-    """A timeline as SVG, measured and, where every stage has told something, simulated; other answers as they are."""
+    """Draw a timeline as SVG: measured and, if every stage has told its times, simulated; return others as they are."""
     if answer.status != 200:
         return answer
     timeline = parse_timeline(answer.body, "the record")
     trace = None
     if timeline.plan.stages * len(timeline.plan.micro_batches_of(0)) <= _MOST_SIMULATED:
-        with suppress(FleetError):  # nobody has told of some stage
+        with suppress(FleetError):  # no rank of some stage has told its times
             trace = simulation_of(timeline)
     return DeskAnswer(200, picture(timeline, trace).encode())

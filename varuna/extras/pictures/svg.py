@@ -6,7 +6,7 @@ from html import escape
 
 
 def element(name: str, words: str | None = None, **attributes: object) -> str:
-    """One element.
+    """Return one element.
 
     Args:
         name: of the element.
@@ -18,18 +18,18 @@ def element(name: str, words: str | None = None, **attributes: object) -> str:
 
 
 def text(x: float, y: float, words: str, *, size: int = 12, anchor: str = "start", **more: object) -> str:
-    """Words at a place, of a size in pixels; ``anchor``: start, middle or end of them is there."""
+    """Draw words at a place, of a size in pixels; ``anchor``: start, middle or end of them is there."""
     return element("text", words, x=x, y=y, font_size=size, text_anchor=anchor, **more)
 
 
 def line(begin: tuple[float, float], end: tuple[float, float], colour: str, width: float = 1.0, **more: object) -> str:
-    """A straight line between two places."""
+    """Draw a straight line between two places."""
     (x1, y1), (x2, y2) = begin, end
     return element("line", None, x1=x1, y1=y1, x2=x2, y2=y2, stroke=colour, stroke_width=width, **more)
 
 
 def round_up(value: float, times: Sequence[float] = (1, 2, 5)) -> float:
-    """The least number at or above ``value`` that is one of ``times`` (in [1, 10)), or 10, powers of ten; 0 for 0."""
+    """Return the least of ``times`` (in [1, 10)), or 10, by a power of ten that is at least ``value``; 0 for 0."""
     if value <= 0:
         return 0.0
     power = 10.0 ** math.floor(math.log10(value))
@@ -37,7 +37,7 @@ def round_up(value: float, times: Sequence[float] = (1, 2, 5)) -> float:
 
 
 def picture(size: tuple[float, float], parts: Iterable[str], **attributes: object) -> str:
-    """A whole picture of ``parts``, of a width and height in pixels."""
+    """Draw a whole picture of ``parts``, of a width and height in pixels."""
     box = f"0 0 {size[0]:g} {size[1]:g}"
     opened = element("svg", "", xmlns="http://www.w3.org/2000/svg", viewBox=box, **attributes)
     return "\n".join([opened.removesuffix("</svg>"), *parts, "</svg>"]) + "\n"

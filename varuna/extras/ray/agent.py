@@ -18,7 +18,7 @@ from varuna.process.tethering import tether
 
 _LOOK_S = 2.0
 _UNASKED_S = 60.0
-"""An actor whose agent has ended goes by itself if no manager asks for so long."""
+"""Seconds after which an actor whose agent has ended goes by itself, if no manager asks."""
 _TAIL_LINES = 12
 
 
@@ -50,7 +50,7 @@ class AgentActor:
         threading.Thread(target=self._watch, name="varuna-agent-watch", daemon=True).start()
 
     def state(self) -> tuple[int | None, str]:
-        """The agent's exit code, None while it lives, and what it said last."""
+        """Return the agent's exit code, None while it lives, and what it said last."""
         self._asked_s = time.monotonic()
         return self._child.poll(), "\n".join(self._tail)
 

@@ -62,7 +62,7 @@ def connect(runtime_env: Mapping[str, Any] | None = None) -> None:
 
 
 def bounded(call: Callable[[], T], bound_s: float, what: str) -> T:
-    """Call something of Ray's that may wait for ever, on a thread that is left alone then.
+    """Call something of Ray's that may wait for ever, on a thread that is then left behind.
 
     Raises:
         FleetError: no answer within the bound.
@@ -93,7 +93,7 @@ def last_line(error: BaseException) -> str:
 
 
 def living_nodes(cpus_per_worker: float | None) -> list[Node]:
-    """All nodes that live and are not about to leave; ``cpus_per_worker`` None counts GPUs."""
+    """List the nodes that live and are not about to leave; ``cpus_per_worker`` None counts GPUs."""
     import ray
 
     leaving = draining()
@@ -107,7 +107,7 @@ def living_nodes(cpus_per_worker: float | None) -> list[Node]:
 
 
 def draining() -> dict[str, int]:
-    """Nodes that will be taken away, by identifier, with the moment (ms since 1970; 0 if unknown); empty if unknown."""
+    """Return the moments at which nodes will be taken away, by identifier (ms since 1970; 0 or none if unknown)."""
     with contextlib.suppress(Exception):  # not part of Ray's public interface; without it there are no notices
         import ray
 
@@ -117,7 +117,7 @@ def draining() -> dict[str, int]:
 
 
 def agents_of(name: str) -> list[str]:
-    """Names of all agents' actors of a run, also of those that are starting."""
+    """List names of all agents' actors of a run, also of those that are starting."""
     import ray
 
     return [actor for actor in ray.util.list_named_actors() if actor.startswith(f"{name}/agent-")]
@@ -132,7 +132,7 @@ def kill(actor: Any) -> None:
 
 
 def ask_autoscaler(bundle: Mapping[str, float], nodes: int) -> None:
-    """Have room for so many times this; Ray keeps one such request per cluster, and no nodes take it back."""
+    """Ask for ``nodes`` of this size; Ray keeps one such request per cluster, and none takes it back."""
     from ray.autoscaler.sdk import request_resources
 
     request_resources(bundles=[dict(bundle)] * nodes)

@@ -85,7 +85,7 @@ class RayEngine:
         self._thread.start()
 
     def resize(self, nodes: int) -> None:
-        """Want so many agents from now on.
+        """Want this many agents from now on.
 
         Raises:
             CapacityError: the cluster does not answer now, or agents fail.
@@ -102,7 +102,7 @@ class RayEngine:
             raise CapacityError(trouble or complaint)
 
     def size(self) -> int:
-        """Agents that run or start."""
+        """Return the number of agents that run or start."""
         with self._lock:
             return len(self._agents)
 
@@ -231,13 +231,13 @@ class RayEngine:
         return self._workers() or 1
 
     def _demand(self, workers: int) -> dict[str, float]:
-        """Return the resources of a node that so many workers take."""
+        """Return the resources of a node that some workers take."""
         if self._cpus_per_worker is not None:
             return {"CPU": workers * self._cpus_per_worker}
         return {"CPU": workers, "GPU": workers}
 
     def _check_capable(self) -> None:
-        """See that some node can hold a worker; one that is told how many GPUs to expect waits for an autoscaler.
+        """Check that some node can hold a worker; one that is told how many GPUs to expect waits for an autoscaler.
 
         Raises:
             UsageError: none can.

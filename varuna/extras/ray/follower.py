@@ -100,7 +100,7 @@ def _command(name: str, place: EnginePlace, words: Sequence[str]) -> KeptCommand
 
 
 def _manager(command: KeptCommand) -> tuple[Any, bool]:
-    """The actor that runs this command, and whether it is a new one.
+    """Find or make the actor that runs this command; return it, and whether it is new.
 
     Raises:
         UsageError: a run of this name runs another command.
@@ -115,7 +115,7 @@ def _manager(command: KeptCommand) -> tuple[Any, bool]:
             try:
                 return _created(command), True
             except ValueError:
-                continue  # somebody else was faster
+                continue  # another command was faster
         known, heard = _answers(found)
         if heard.code is not None:  # it is over; a new one begins
             ray_cluster.kill(found)
@@ -154,7 +154,7 @@ def _await_gone(name: str) -> None:
 
 
 def _created(command: KeptCommand) -> Any:
-    """A new manager, on the head node, which stays for as long as the cluster does, and needs no CPU of it."""
+    """Create a manager, on the head node, which stays for as long as the cluster does, and needs no CPU of it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -174,7 +174,7 @@ def _created(command: KeptCommand) -> Any:
 
 
 class _Following:
-    """Shows what a manager says, until its run is over or somebody has seen enough."""
+    """Shows what a manager says, until its run is over or the user leaves."""
 
     def __init__(self, name: str, manager: Any) -> None:
         self._name, self._manager = name, manager

@@ -27,11 +27,11 @@ _EXIT_FILE = "manager.exit"
 _KEPT_BYTES = 2**20
 _AGAIN_S = 1.0
 _UNREAD_S = 30.0
-"""Seconds that the actor of a run that is over waits for somebody who reads how it ended."""
+"""Seconds that the actor of a run that is over waits for a command that reads how it ended."""
 
 
 def run_name(place: EnginePlace, options: Mapping[str, str]) -> str:
-    """The name of a run in its cluster.
+    """Return the name of a run in its cluster.
 
     Raises:
         UsageError: it has characters that could be mistaken.
@@ -43,7 +43,7 @@ def run_name(place: EnginePlace, options: Mapping[str, str]) -> str:
 
 
 def actor_name(name: str) -> str:
-    """The name of a manager's actor."""
+    """Return the name of a manager's actor."""
     return f"{name}/manager"
 
 
@@ -107,7 +107,7 @@ class ManagerActor:
         """Return the command that this actor runs."""
         return self._command
 
-    def hear(self, life: int, out: int, err: int) -> ManagerOutput:
+    def output_after(self, life: int, out: int, err: int) -> ManagerOutput:
         """Return the output after these offsets, which are of that life."""
         self._heard_s = time.monotonic()
         code = self._code  # first: what was said before the end is all there then
@@ -116,7 +116,7 @@ class ManagerActor:
         return ManagerOutput(self._life, said, out_end, warned, err_end, code)
 
     def interrupt(self) -> None:
-        """Ctrl-C."""
+        """Interrupt the run, as Ctrl-C does."""
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(signal.SIGINT)
 

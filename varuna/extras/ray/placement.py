@@ -29,7 +29,7 @@ class NodePlace:
 def places(
     nodes: Iterable[Node], *, taken: Collection[str], avoided: Collection[str], missing: int, workers: int | None
 ) -> list[NodePlace]:
-    """Agents to start now: one per node, the head last.
+    """Return the agents to start now: one per node, the head last.
 
     Args:
         nodes: all that live.
@@ -59,11 +59,11 @@ class NodeHistory:
     _nodes: dict[str, _Past] = field(default_factory=dict)
 
     def started(self, node: str, now_s: float) -> None:
-        """An agent starts."""
+        """Note that an agent starts."""
         self._of(node).started_s = now_s
 
     def ended(self, node: str, code: int | None, why: str, now_s: float) -> None:
-        """An agent ended: with 0 because it was told to leave, with another code or killed (None) by some failure."""
+        """Note that an agent ended: with 0 as it was told to leave; another code, or None (killed), is a failure."""
         past = self._of(node)
         if code == 0:
             past.has_left = True
@@ -73,7 +73,7 @@ class NodeHistory:
         past.why = why
 
     def avoided(self, now_s: float) -> set[str]:
-        """Nodes that get no agent now."""
+        """Return the nodes that get no agent now."""
         return {node for node, past in self._nodes.items() if past.has_left or now_s < past.again_s}
 
     def complaint(self, living: Collection[str]) -> str:
@@ -82,7 +82,7 @@ class NodeHistory:
         return max(failing, key=lambda past: past.again_s).why if failing else ""
 
     def is_hopeless(self, capable: Collection[str]) -> bool:
-        """Whether agents have failed on every capable node, so often that another try is no use."""
+        """Return whether agents have failed on every capable node too often for another try."""
         known = [self._nodes.get(node) for node in capable]
         return bool(known) and all(past is not None and past.failures >= _MOST_FAILURES for past in known)
 

@@ -13,9 +13,9 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.sums import (
     HeldSums,
+    IndexSet,
     MicroBatchLoss,
     SectionSum,
-    Spans,
     StepAssignment,
     count,
     joined,
@@ -53,7 +53,7 @@ def copied_sums(
     goes_on: bool,
     until_s: float,
 ) -> Iterator[CopiedSum]:
-    """Copies of a stage's sums that are complete by ``until_s``, as ``engine.copies.sending`` makes them.
+    """Yield the copies of a stage's sums that are complete by ``until_s``, as ``engine.copies.sending`` makes them.
 
     A section's sum is taken when something was just added to it.
 
@@ -124,7 +124,7 @@ class BrokenSteps:
         self._longer: dict[Plan, float] = {}
         self._courses: dict[tuple[Plan, int, int], _Course] = {}
 
-    def seconds(self, plan: Plan, work: Sequence[Spans]) -> float:
+    def seconds(self, plan: Plan, work: Sequence[IndexSet]) -> float:
         """Return the seconds of a step in which each replica runs some micro-batches."""
         longest: dict[int, int] = {}
         for each, spans in enumerate(work):
@@ -153,10 +153,11 @@ class BrokenSteps:
         sections = plan.sections_at(rank)
         mine = plan.micro_batches_of(replica) if rest is None else numbers_of(rest.work)
         course, until_s = self._course(plan, len(mine), _kind_of(plan, replica)), stopped_s[replica] / self.longer(plan)
-        everything: Spans = ((0, plan.micro_batches),)
+        everything: IndexSet = ((0, plan.micro_batches),)
+        # mine: number among the replica's own micro-batches -> number in the global batch
         done = spans_of(mine[each.micro_batch] for each in course.added[stage] if each.ends_s <= until_s)
         if min(stopped_s) / self.longer(plan) >= course.reduced_s[stage]:
-            sums: Mapping[int, Spans] = dict.fromkeys(sections, everything)
+            sums: Mapping[int, IndexSet] = dict.fromkeys(sections, everything)
         else:
             sums = self._with_inherited(sections, done, rest)
         losses = self._losses(plan, rank, mine, rest, course, until_s)
@@ -212,24 +213,25 @@ class BrokenSteps:
         course: _Course,
         until_s: float,
     ) -> tuple[MicroBatchLoss, ...]:
-        """Losses that a rank knows: none but those of the last stage does."""
+        """Return the losses that a rank knows: none but those of the last stage does."""
         if plan.sections_at(rank).stop != plan.sections:
             return ()
         known = (mine[number] for number, at_s in enumerate(course.loss_s) if at_s <= until_s)
         inherited = () if rest is None else rest.losses
         return (*(MicroBatchLoss(micro_batch=number, values=(0.0,) * _WIDTH) for number in known), *inherited)
 
-    def _with_inherited(self, sections: range, done: Spans, rest: StepAssignment | None) -> Mapping[int, Spans]:
-        """By section: what was added here, and not by anyone before; and what the rank went on from."""
+    def _with_inherited(self, sections: range, done: IndexSet, rest: StepAssignment | None) -> Mapping[int, IndexSet]:
+        """Return by section what was added here, and not before; and what the rank continued from."""
         if rest is None:
             return dict.fromkeys(sections, done)
         taken = {s: union(each.micro_batches for each in rest.taken if each.section == s) for s in sections}
         kept = {each.section: frozenset(numbers_of(each.micro_batches)) for each in rest.kept}
+        # j: number of a micro-batch in the global batch; what the rank kept of it must not count twice
         new = {section: spans_of(j for j in numbers_of(done) if j not in kept[section]) for section in sections}
         return {section: union([new[section], taken[section]]) for section in sections}
 
     def _course(self, plan: Plan, micro_batches: int, kind: int = 0) -> _Course:
-        """A replica's step of so many micro-batches, by how it is cut; a whole one takes as long as the plan says."""
+        """Return a replica's step of some micro-batches, by how it is cut; a whole one takes the plan's time."""
         known = self._courses.get((plan, micro_batches, kind))
         if known is None:
             whole = len(plan.micro_batches_of(0))

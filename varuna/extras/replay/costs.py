@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MorphCosts:
-    """Costs of a morph inside living workers, state copies apart, which follow from bytes and the calibrated link.
+    """Costs of a morph inside living workers, without copies of state, which follow from bytes and the link.
 
     Generous next to what ``benchmarks/recovery.py`` shows for 4 CPU workers of one machine, where a whole morph takes a
     tenth of a second to a second: a cluster has more workers and a slower network.
@@ -21,7 +21,7 @@ class MorphCosts:
     """Time from a VM's appearance to a worker that could run at once: 25 s for the VM's own start, which was not
     measured, and imports and the run's captured model, 5 s for 2.5 billion parameters (``benchmarks/newcomer.py``)."""
     keeps_sums: bool = True
-    """Whether survivors go on from the sums of gradients that they have of a step that a loss breaks off."""
+    """Whether survivors continue from the sums of gradients that they have of a step that a loss breaks off."""
     copies: bool = True
     """Whether workers keep copies of each other's sums, and where D is 1 of their state, if the planner finds them
     worth it: in the memory of hosts, whose size is not known unless the calibration says it. What they cost was
@@ -35,7 +35,7 @@ class MorphCosts:
     load_bytes_per_s: float = 0.5e9
 
     def saving_s(self, size_bytes: float) -> tuple[float, float]:
-        """Seconds that training waits while so much is copied out, and that it then takes to be written."""
+        """Return the seconds that training waits while state is copied out, and those until it is written."""
         return size_bytes / self.snapshot_bytes_per_s, size_bytes / self.upload_bytes_per_s
 
 

@@ -14,7 +14,7 @@ _INK, _GRID, _TOTAL, _PER_GPU, _MARK = "#222222", "#dddddd", "#1f5fa8", "#b3541e
 
 
 def draw(outcome: ReplayOutcome, gpus_per_node: int, title: str) -> str:
-    """SVG text. Plans are written where they begin, ``p`` where a replacement kept the plan; ticks are checkpoints."""
+    """Draw SVG text: plans where they begin, ``p`` where a replacement kept the plan, and ticks for checkpoints."""
     scale = _LEFT, (_WIDTH - _LEFT - _RIGHT) / max(outcome.duration_s, 1e-9)
     trained = [stretch for stretch in outcome.stretches if stretch.plan is not None]
     totals = [(s.begin_s, s.end_s, _rate(s)) for s in trained]
@@ -39,7 +39,7 @@ def draw(outcome: ReplayOutcome, gpus_per_node: int, title: str) -> str:
 
 
 def _rate(stretch: Stretch) -> float:
-    """Examples per second of a stretch's plan."""
+    """Return the examples per second of a stretch's plan."""
     assert stretch.plan is not None
     return stretch.plan.global_batch / stretch.plan.step_s if stretch.plan.step_s else 0.0
 
@@ -60,7 +60,7 @@ def _panel(
     title: str,
     colour: str,
 ) -> list[str]:
-    """Axes, grid, and a step line with a filled area."""
+    """Draw axes, grid, and a step line with a filled area."""
     (top, bottom), (left, per_s) = edges, scale
     most = round_up(max((value for _, _, value in bars), default=0.0), _QUARTERED) or 1.0
     right = left + duration_s * per_s
@@ -88,7 +88,7 @@ def _panel(
 
 
 def _labels(trained: Sequence[Stretch], edges: tuple[int, int], scale: tuple[float, float]) -> list[str]:
-    """Plans above the panel where there is room: the longest stretches first."""
+    """Write plans above the panel where there is room: the longest stretches first."""
     (top, _), (left, per_s) = edges, scale
     parts: list[str] = []
     taken: list[float] = []
@@ -108,7 +108,7 @@ def _labels(trained: Sequence[Stretch], edges: tuple[int, int], scale: tuple[flo
 
 
 def _ticks(moments_s: Sequence[float], y: int, scale: tuple[float, float]) -> list[str]:
-    """Short marks below the axis, one a pixel at most."""
+    """Draw short marks below the axis, one a pixel at most."""
     left, per_s = scale
     columns = sorted({round(left + moment * per_s) for moment in moments_s})
     return [line((x, y + 24), (x, y + 30), _MARK) for x in columns]

@@ -16,7 +16,7 @@ def held_sums(
     life: Life,
     broken_steps: BrokenSteps,
 ) -> HeldSums | None:
-    """Its own sums, and those of the rank whose copies it keeps; notes which sections it has a copy of.
+    """Return a worker's own sums, and those of the rank whose copies it keeps; note which sections it has copies of.
 
     A replica that lost a rank came as far as it was then: the others can do little without it.
 

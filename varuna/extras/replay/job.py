@@ -7,7 +7,7 @@ _FOREVER = 10**9
 
 
 def job_of(calibrations: Calibrations, global_batch: int, micro_batch: int | None) -> JobFacts:
-    """Facts of a job that trains the calibrated model without end; state bytes per section are what morphs move."""
+    """Return facts of a job that trains the calibrated model without end; morphs move its state bytes by section."""
     known = calibrations.first
     sections = tuple(
         SectionFacts(
@@ -39,5 +39,5 @@ def job_of(calibrations: Calibrations, global_batch: int, micro_batch: int | Non
 
 
 def state_bytes(job: JobFacts) -> tuple[int, ...]:
-    """Bytes of each section's state."""
+    """Return the bytes of each section's state."""
     return tuple(section.parameter_bytes + section.optimizer_bytes for section in job.model.sections)

@@ -11,7 +11,7 @@ from varuna.schedule.copy_pace import checkpoint_every_s, checkpoint_stall_s, st
 
 
 class KeptStates:
-    """Those of one generation: one at a time, by the engine's pace.
+    """The memory checkpoints of one generation: one at a time, by the engine's pace.
 
     Args:
         plan: that runs.
@@ -42,11 +42,11 @@ class KeptStates:
         self._due_s, self._is_over = float("inf"), False
 
     def is_due(self, now_s: float) -> bool:
-        """Whether a next one is made now."""
+        """Return whether the next one is due."""
         return now_s >= self._due_s and self._is_over
 
     def begin(self, workers: Sequence[SimulatedWorker], plan: Plan, step: int, generation: int, now_s: float) -> None:
-        """Each worker copies its own state aside."""
+        """Let each worker copy its own state aside."""
         self._due_s, self._is_over = now_s + self._every_s, False
         for rank, worker in enumerate(workers):
             own = set(plan.sections_at(rank))
@@ -54,7 +54,7 @@ class KeptStates:
             worker.checkpoints = (*older, _held(generation, step, own))
 
     def end(self, workers: Sequence[SimulatedWorker], plan: Plan, step: int, generation: int) -> None:
-        """All keepers have it: older ones are dropped."""
+        """Let all keepers have it, and drop older ones."""
         self._is_over = True
         keeper_of = {worker.assignment.copy_to: rank for rank, worker in enumerate(workers) if worker.assignment}
         for rank, worker in enumerate(workers):

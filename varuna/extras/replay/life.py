@@ -8,7 +8,7 @@ from varuna.fleet.state.config import FleetConfig
 
 
 def patient(workers: int) -> FleetConfig:
-    """A manager's settings for a recording, which alone says who goes."""
+    """Return a manager's settings for a recording, which alone says who goes."""
     forever_s = float("inf")
     return FleetConfig(
         workers=workers, lease_s=forever_s, wait_s=forever_s, start_timeout_s=forever_s, max_start_failures=10**9
@@ -16,7 +16,7 @@ def patient(workers: int) -> FleetConfig:
 
 
 def beat_of(assignment: Assignment, *, whole: bool) -> Beat:
-    """Of a rank that runs the first step of a generation; ``whole``: all optimizer state is where it is wanted."""
+    """Return the beat of a rank in a generation's first step; ``whole``: all optimizer state is where it is wanted."""
     generation, step = assignment.generation, assignment.next_step
     return Beat(generation=generation, step=step, activity="", phase=WorkerPhase.STEPS, whole=whole)
 

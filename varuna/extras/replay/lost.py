@@ -53,22 +53,22 @@ class Account:
         self._trained = 0.0
 
     def does(self, now_s: float, doing: OutageSpan) -> None:
-        """From now on the run does something else."""
+        """Note what the run does from now on."""
         self._pass_to(now_s)
         self._doing = doing
 
     def workers(self, now_s: float, *, there: int = 0, warm: int = 0) -> None:
-        """So many more workers are there, and so many more could run at once."""
+        """Add workers that are there, and those that could run at once."""
         self._pass_to(now_s)
         self._there += there
         self._warm += warm
 
-    def note(self, cause: LostBy, samples: float) -> None:
-        """Samples were trained in vain."""
+    def note_vain(self, cause: LostBy, samples: float) -> None:
+        """Note samples that were trained in vain."""
         self._lost[cause] += samples
 
     def closed(self, now_s: float, samples: int) -> Mapping[LostBy, float]:
-        """Samples lost by cause.
+        """Return the samples lost by cause.
 
         Args:
             now_s: the end.
@@ -84,6 +84,7 @@ class Account:
             return
         doing = self._doing
         missing = self._ideal(self._there) - doing.samples_per_s
+        # each sample has one cause: newcomers first, then copies, and the rest is what the run does now
         warming = min(max(0.0, missing), self._ideal(self._there) - self._ideal(self._warm))
         copied = min(missing - warming, doing.copied_per_s)
         self._trained += doing.samples_per_s * passed_s

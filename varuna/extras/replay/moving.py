@@ -18,13 +18,14 @@ class Moves:
 
     def __init__(self, job: JobFacts, link_bytes_per_s: float) -> None:
         self._sections, self._link_bytes_per_s = job.model.sections, link_bytes_per_s
-        self._first = Counter[tuple[int, bool]]()  # bytes, by rank and whether it sends them
+        # bytes by end of a line, (rank, whether it sends): a rank sends and receives at once
+        self._first = Counter[tuple[int, bool]]()
         self._rest = Counter[tuple[int, bool]]()
         self.sources, self.targets = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
         """by rank: sections whose optimizer state it sends, or gets, while the first step runs"""
 
     def add(self, rank: int, transfers: Iterable[Transfer]) -> None:
-        """A rank's own transfers."""
+        """Add a rank's own transfers."""
         for each in transfers:
             section, end = self._sections[each.section], (rank, each.source_rank == rank)
             if each.sums:
@@ -47,7 +48,7 @@ class Moves:
         return max(self._rest.values(), default=0) / self._link_bytes_per_s
 
     def seat(self, workers: Sequence[SimulatedWorker], assignment: Assignment) -> None:
-        """The generation has formed: each worker has what it was given, and keeps what others may still need."""
+        """Give each worker of a formed generation what it was sent; it keeps what others may still need."""
         plan = assignment.plan
         for rank, worker in enumerate(workers):
             in_grid, sent = rank < plan.workers, frozenset(self.sources[rank])
@@ -59,7 +60,7 @@ class Moves:
             worker.next_step = assignment.next_step if in_grid or sent else None
 
     def arrived(self, workers: Sequence[SimulatedWorker], assignment: Assignment) -> None:
-        """Everything is where it is wanted."""
+        """Note that everything is where it is wanted."""
         for rank, worker in enumerate(workers):
             if rank < assignment.plan.workers:
                 worker.sections = frozenset(assignment.plan.sections_at(rank))

@@ -141,7 +141,7 @@ def read_offers(path: Path) -> tuple[Calibrations, tuple[Offer, ...]]:
 
 
 def _egress(path: Path, entries: Sequence[_Entry]) -> dict[str, float]:
-    """Dollars for a GB that leaves a region, where an offer says it.
+    """Return dollars for a GB that leaves a region, where an offer says it.
 
     Raises:
         UsageError: two offers contradict each other, or only some have a region.
@@ -151,7 +151,7 @@ def _egress(path: Path, entries: Sequence[_Entry]) -> dict[str, float]:
 
 
 def _zone_egress(path: Path, entries: Sequence[_Entry]) -> dict[str, float]:
-    """Dollars for a GB that leaves a zone for another one of its region.
+    """Return dollars for a GB that leaves a zone for another one of its region.
 
     Raises:
         UsageError: as above.
@@ -168,7 +168,7 @@ def _all_or_none(path: Path, entries: Sequence[_Entry], what: str) -> None:
 
 
 def _prices(path: Path, name: str, what: str, said: Sequence[tuple[_Entry, float | None, str]]) -> dict[str, float]:
-    """By place, the one price that offers name.
+    """Return the one price that offers name, by place.
 
     Raises:
         UsageError: they name two, or no place.
@@ -249,7 +249,7 @@ def offers_report(
     deadline_hours: float | None,
     budget_dollars: float | None,
 ) -> OffersReport:
-    """The frontier, and what of it answers the question.
+    """Return the frontier, and what of it answers the question.
 
     Args:
         request: see ``frontier``.
@@ -301,7 +301,7 @@ def _rented(found: Rented, offers: Sequence[Offer], examples: float | None) -> R
 def show_offers(
     console: PlainConsole, found: OffersReport, *, deadline_hours: float | None, budget_dollars: float | None
 ) -> None:
-    """The frontier as a table, and the answer in a sentence."""
+    """Show the frontier as a table, and the answer in a sentence."""
     whole = "" if found.examples is None else f"   {found.examples:,.0f} examples"
     console.print(f"{found.model}   global batch {found.global_batch}{whole}")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

@@ -99,7 +99,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _time(cells: Sequence[str]) -> tuple[float, list[str]] | None:
-    """The time at the start of a line, in its own unit or in seconds since 1970, and the other cells."""
+    """Return the time at the start of a line, in its own unit or in seconds since 1970, and the other cells."""
     try:
         at = float(cells[0])
     except ValueError:
@@ -142,7 +142,7 @@ def _happening(number: int, at_s: float, rest: Sequence[str]) -> Happening:
 
 
 def _scale(times: Sequence[float], unit: TimeUnit | None) -> tuple[float, str]:
-    """Seconds of one unit, and what people call it."""
+    """Return the seconds of one unit, and what people call it."""
     if unit is not None:
         return _UNIT_S[unit], _UNIT_NAMES[unit]
     for least, most, scale_s, name in _EPOCHS:

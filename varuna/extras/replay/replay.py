@@ -34,7 +34,7 @@ class Plans:
         self.micro_batch = first.micro_batch
 
     def __call__(self, job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
-        """The best plan for at most these workers, at the job's rate of losses.
+        """Return the best plan for at most these workers, at the job's rate of losses.
 
         Raises:
             NoPlanError: none fits.
@@ -57,7 +57,7 @@ class Plans:
         return found
 
     def step_s(self, workers: int) -> float:
-        """Seconds of a step of the fastest plan; infinite if there is none."""
+        """Return the seconds of a step of the fastest plan; infinite if there is none."""
         try:
             return self(self._job, equal_workers(workers), None).step_s if workers else float("inf")
         except NoPlanError:
@@ -96,14 +96,14 @@ class Replay:
 
     @property
     def ideal_samples(self) -> float:
-        """Samples of instant, lossless morphs that are always on the best plan."""
+        """Return the samples of instant, lossless morphs that are always on the best plan."""
         return sum(
             (end_s - begin_s) * self._job.global_batch / self._plans.step_s(nodes * self._gpus)
             for begin_s, end_s, nodes in self._trace.spans()
         )
 
     def _ideal_per_s(self, workers: int) -> float:
-        """Samples per second of the fastest plan for so many workers."""
+        """Return samples per second of the fastest plan for a number of workers."""
         step_s = self._plans.step_s(workers)
         return self._job.global_batch / step_s if step_s else 0.0
 
@@ -120,7 +120,7 @@ class Replay:
             BrokenSteps(self._job, self._calibrations),
             most_workers=self._trace.most_nodes * self._gpus,
             link_bytes_per_s=self._calibrations.first.across_vms.link.bytes_per_s,
-            on_event=history.note,
+            on_event=history.add_event,
             account=account,
         )
         for at_s, act in self._acts(cluster, notice_s):
@@ -128,8 +128,8 @@ class Replay:
             act()
         cluster.run_until(self._trace.end_s)
         steps = cluster.fleet.recorded.step + 1
-        account.note(LostBy.UNDONE, history.undone * self._job.global_batch)
-        account.note(LostBy.UNFINISHED, cluster.unfinished * self._job.global_batch)
+        account.note_vain(LostBy.UNDONE, history.undone * self._job.global_batch)
+        account.note_vain(LostBy.UNFINISHED, cluster.unfinished * self._job.global_batch)
         lost = account.closed(self._trace.end_s, steps * self._job.global_batch)
         return self._outcome(
             "morph",
@@ -144,7 +144,7 @@ class Replay:
         )
 
     def _acts(self, cluster: SimulatedCluster, notice_s: float) -> list[tuple[float, Callable[[], None]]]:
-        """The cloud's actions, in time order."""
+        """Return the cloud's actions, in time order."""
         acts: list[tuple[float, Callable[[], None]]] = []
         added_s: dict[str, float] = {}
         for change in self._trace.changes:
@@ -256,7 +256,7 @@ class _History:
         """steps, by rollbacks"""
         self.kinds: dict[str, int] = {}
 
-    def note(self, at_s: float, event: RunEvent) -> None:
+    def add_event(self, at_s: float, event: RunEvent) -> None:
         """Take one event of the state machine."""
         match event:
             case GenerationStarted(record=record):
@@ -296,7 +296,7 @@ class _History:
 
 
 def _kind(record: GenerationRecord, old: GenerationRecord | None) -> str:
-    """The reason why a generation began, in one word."""
+    """Return the reason why a generation began, in one word."""
     if old is None:
         return "start"
     if record.rollback:

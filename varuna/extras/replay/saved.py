@@ -35,11 +35,11 @@ class Stored:
         self.checkpoint: Checkpoint | None = None
 
     def commit(self, checkpoint: Checkpoint, saves: StepSaves | None) -> None:
-        """A checkpoint is complete; ``saves`` follow in the step after it, if any do."""
+        """Note a complete checkpoint; ``saves`` follow in the step after it, if any do."""
         self.checkpoint, self._saves = checkpoint, saves
 
-    def note(self, life: Life, members: Sequence[SimulatedWorker], now_s: float) -> None:
-        """A generation ends, or may have."""
+    def note_end(self, life: Life, members: Sequence[SimulatedWorker], now_s: float) -> None:
+        """Note what is saved of the step in flight, as a generation ends or may have."""
         if self.checkpoint is not None and self._saves is not None:
             sums = _stored_sums(self.checkpoint.sums, self._saves, life, members, self._broken_steps, now_s)
             self.checkpoint = self.checkpoint._replace(sums=sums)

@@ -105,6 +105,7 @@ class SimulatedCluster:
         self.now_s = end_s
 
     def _schedule(self, at_s: float, act: Callable[[], None]) -> None:
+        # the number decides between events of one moment: functions have no order, and replays must not differ
         heapq.heappush(self._heap, (at_s, next(self._order), act))
 
     def _tick(self) -> None:
@@ -113,7 +114,7 @@ class SimulatedCluster:
         self._schedule(self.now_s + (_QUICK_S if self._is_busy() else _SLOW_S), self._tick)
 
     def _is_busy(self) -> bool:
-        """Whether a deadline of the state machine may be near."""
+        """Return whether a deadline of the state machine may be near."""
         fleet = self.fleet
         if not isinstance(fleet.phase, Running | Idle) or (isinstance(fleet.phase, Running) and not fleet.formed):
             return True
@@ -121,7 +122,7 @@ class SimulatedCluster:
 
     @property
     def unfinished(self) -> float:
-        """Of the step in flight, the share that is done."""
+        """Share of the step in flight that is done."""
         life, assignment = self._life, self._workers[self.fleet.members[0]].assignment if self.fleet.history else None
         if life.began_s is None or life.over or assignment is None or any(name in life.gone_s for name in self._grid):
             return 0.0
@@ -131,7 +132,7 @@ class SimulatedCluster:
     # -- the cloud -------------------------------------------------------------------------------------------
 
     def add(self, node: str, gpus: int) -> None:
-        """A VM appears; its workers join once they are warm."""
+        """Add a VM; its workers join once they are warm."""
         self._feed(NoticeReceived(node, Preemptible()))
         names = [f"w{next(self._numbers)}" for _ in range(gpus)]
         self._nodes[node] = names
@@ -142,13 +143,13 @@ class SimulatedCluster:
             self._schedule(self.now_s + self._costs.warm_s, lambda name=name: self._join(name))  # type: ignore[misc]
 
     def warn(self, node: str, deadline_s: float) -> None:
-        """The cloud says that it will take a VM back."""
+        """Give the cloud's notice that it will take a VM back."""
         self._feed(
             NoticeReceived(node, PreemptionNotice(in_s=max(0.0, deadline_s - self.now_s), reason="preemption notice"))
         )
 
     def remove(self, node: str) -> None:
-        """A VM is gone, without a notice."""
+        """Remove a VM, without a notice."""
         names = self._nodes.pop(node)
         self._account.workers(self.now_s, there=-len(names), warm=-sum(self._workers[name].warm for name in names))
         for name in names:
@@ -159,7 +160,7 @@ class SimulatedCluster:
                 self._schedule(self.now_s + self._costs.lease_s, lambda name=name: self._miss(name))  # type: ignore[misc]
 
     def _miss(self, name: str) -> None:
-        """A lease after its last beat a worker is known to be gone; beats of all the others would say nothing new."""
+        """Let the manager know that a worker is gone, a lease after its last beat; others' beats say nothing new."""
         if name in self.fleet.workers:
             self._feed(WorkerExited(name, -9))
             self._tick_once()
@@ -212,7 +213,7 @@ class SimulatedCluster:
     def _note_saved(self) -> None:
         if self._life.formed:
             members = self.fleet.history[self._life.generation].members
-            self._stored.note(self._life, [self._workers[name] for name in members], self.now_s)
+            self._stored.note_end(self._life, [self._workers[name] for name in members], self.now_s)
 
     def _hear(self, worker: SimulatedWorker, message: object) -> None:
         life = self._life
@@ -261,7 +262,7 @@ class SimulatedCluster:
     # -- a generation ----------------------------------------------------------------------------------------
 
     def _take(self, worker: SimulatedWorker, assignment: Assignment) -> None:
-        """A worker takes its part; when the last one has, the generation forms."""
+        """Let a worker take its part; when the last one has, the generation forms."""
         if assignment.generation != self._life.generation:
             self._note_saved()
             self._life = Life(assignment.generation, set(self._members(assignment)))
@@ -277,7 +278,7 @@ class SimulatedCluster:
             self._schedule(self.now_s + self._costs.form_s + copy_s, lambda: self._formed(generation, assignment))
 
     def _moved(self, generation: int) -> None:
-        """State is where it is wanted; what is left is to form the groups."""
+        """Note that state is where it is wanted; what is left is to form the groups."""
         if generation == self._life.generation and not self._life.over:
             self._stall(LostBy.REGROUPING)
 
@@ -285,25 +286,25 @@ class SimulatedCluster:
         self._account.does(self.now_s, OutageSpan(why))
 
     def _stall_without(self, name: str) -> None:
-        """A worker is gone, which nobody knows yet."""
+        """Stall the run without a worker that is gone, which the manager does not know yet."""
         if self._life.began_s is not None and not self._life.over and name in self._grid:
             self._stall(LostBy.NOTICING)
 
     def _copy_s(self, assignment: Assignment) -> float:
-        """Seconds until all have what they compute with."""
+        """Return the seconds until all have what they compute with."""
         if assignment.checkpoint is not None:
             return max(self._bytes_by_slot(assignment.plan)) / self._costs.load_bytes_per_s
         return self._moves.first_s
 
     def _members(self, assignment: Assignment) -> tuple[str, ...]:
-        """The worker of each rank."""
+        """Return the worker of each rank."""
         return self.fleet.history[assignment.generation].members
 
     def _bytes_by_slot(self, plan: Plan) -> list[int]:
         return [sum(self._bytes[section] for section in slot.sections) for slot in plan.slots]
 
     def _is_stuck(self, generation: int, assignment: Assignment, *, forming: bool) -> bool:
-        """Whether the generation was ended, or waits for someone who is gone."""
+        """Return whether the generation was ended, or waits for a worker that is gone."""
         members = self._members(assignment)[: None if forming else assignment.plan.workers]
         return (
             generation != self._life.generation
@@ -331,7 +332,7 @@ class SimulatedCluster:
         self._begin_step(generation, assignment, assignment.next_step, 0.0)
 
     def _arrived(self, generation: int, assignment: Assignment) -> None:
-        """Everybody has everything; from now on nobody else is needed as a source."""
+        """Note that all ranks have all state; from now on no other one is needed as a source."""
         if not self._is_stuck(generation, assignment, forming=True):
             self._life.whole = True
             self._moves.arrived([self._workers[name] for name in self._members(assignment)], assignment)
@@ -356,6 +357,7 @@ class SimulatedCluster:
         step_s = whole_s if left is None else self._broken_steps.seconds(plan, left.work)
         rate = plan.global_batch / whole_s
         doing = OutageSpan(LostBy.SPARES, rate, plan.global_batch / plan.step_s - rate)
+        # each event names its generation and step, and does nothing if a morph has come between
         self._schedule(self._life.began_s, lambda: self._trains(generation, step, doing))
         if rest_s > step_s:
             self._schedule(
@@ -371,7 +373,7 @@ class SimulatedCluster:
             self._account.does(self.now_s, doing)
 
     def _end_step(self, generation: int, assignment: Assignment, step: int, step_s: float) -> None:
-        """The vote is done: all ranks apply, rank 0 reports, and the next step or the morph follows."""
+        """End a step at its vote: all ranks apply, rank 0 reports, and the next step or the morph follows."""
         if self._is_stuck(generation, assignment, forming=False) or not self._life.whole:
             return
         plan, self._life.began_s = assignment.plan, None
@@ -395,7 +397,7 @@ class SimulatedCluster:
             self._begin_step(generation, assignment, step + 1, pause_s)
 
     def _maybe_keep(self, assignment: Assignment, step: int) -> float:
-        """Seconds that a memory checkpoint stops training, if one is due."""
+        """Make a memory checkpoint if one is due; return the seconds that it stops training."""
         kept = self._kept
         if kept is None:
             self._life.kept_s = self._copied_s(assignment.generation, 0.0)
@@ -407,13 +409,13 @@ class SimulatedCluster:
         return kept.stall_s if is_due else 0.0
 
     def _copied_s(self, generation: int, whole_s: float) -> float:
-        """``kept_s`` of a step whose state is all there after ``whole_s``, where it is kept then, or sums alone are."""
+        """Return ``kept_s`` of a step whose state is whole after ``whole_s``, when it or its sums alone are kept."""
         if not (self.fleet.history[generation].keepers and self._costs.copies):
             return float("inf")
         return whole_s if self._kept is None else whole_s + self._kept.stall_s + self._kept.takes_s
 
     def _keep(self, kept: KeptStates, assignment: Assignment, step: int) -> None:
-        """All ranks make a memory checkpoint."""
+        """Let all ranks make a memory checkpoint."""
         generation, plan = assignment.generation, assignment.plan
         workers = [self._workers[name] for name in self._members(assignment)[: plan.workers]]
         kept.begin(workers, plan, step, generation, self.now_s)
@@ -425,7 +427,7 @@ class SimulatedCluster:
         self._schedule(self.now_s + kept.stall_s + kept.takes_s, end)
 
     def _maybe_save(self, assignment: Assignment, step: int) -> float:
-        """Seconds that a checkpoint stops training, if one is due."""
+        """Make a checkpoint if one is due; return the seconds that it stops training."""
         plan = assignment.plan
         share_bytes = max(self._bytes_by_slot(plan)) / plan.replicas
         stall_s, upload_s = self._costs.saving_s(share_bytes)

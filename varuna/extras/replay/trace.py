@@ -56,7 +56,7 @@ class Happening:
 
 
 def assembled(happenings: Sequence[Happening], end_s: float, clock: str) -> Trace:
-    """A trace of what happened, in time order.
+    """Return the trace of what happened, in time order.
 
     Where only numbers of nodes are given, those that go are drawn by a fixed seed: a cloud does not ask which stage a
     VM runs. Of several numbers at one instant, the last one counts.

@@ -6,8 +6,8 @@
         version-00000012/1764500000000-5f0cd1a2-16.safetensors   16 samples, made with the model after 12 steps
         order/step-00000014.json                                 which samples step 14 uses: written once
 
-An object appears whole or not at all, whoever is killed. Of those that write the order of a step one succeeds, and all
-read what that one has written.
+An object appears whole or not at all, whichever process is killed. Of those that write the order of a step one
+succeeds, and all read what that one has written.
 """
 
 import os
@@ -112,7 +112,7 @@ class Log:
             raise DataError(f"{self.place}/{_order(step)} is damaged: {error}") from error
 
     def decide(self, step: int, order: StepOrder) -> None:
-        """Write the order of a step down, unless somebody else has."""
+        """Write the order of a step down, unless another worker has."""
         with suppress(ObjectExists):
             self._store.create(_order(step), order.model_dump_json().encode())
 
@@ -123,7 +123,7 @@ class Log:
 
 @lru_cache(maxsize=8)
 def _opened(place: str, process: int) -> Store:
-    """A store, opened in this process: a forked one cannot use its parent's."""
+    """Return a store, opened in this process: a forked one cannot use its parent's."""
     return open_store(place)
 
 

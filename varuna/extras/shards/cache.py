@@ -1,7 +1,7 @@
 """Shards of a remote data set on this machine's disk: downloaded once for all processes, checked, and bounded.
 
-A file under its own name is whole and checked: it was written under another one, and renamed. So whoever finds it may
-read it, and whoever reads it while another process removes it reads on.
+A file under its own name is whole and checked: it was written under another one, and renamed. So a process
+that finds it may read it, and one that reads it while another process removes it reads on.
 """
 
 import bz2
@@ -49,7 +49,7 @@ class ShardCache:
         self._place, self._folder, self._bound_bytes, self._store = place, folder, bound_bytes, store
 
     def read(self, shard: Shard, start: int, length: int) -> bytes:
-        """Bytes of a shard.
+        """Return the bytes of a shard.
 
         Raises:
             DataError: it is missing or damaged, or its store has not answered for too long.
@@ -79,7 +79,7 @@ class ShardCache:
         )
 
     def path(self, shard: Shard) -> Path:
-        """The shard's file on this machine; downloads it if need be."""
+        """Return the shard's file on this machine; downloads it if need be."""
         if shard.packed is None and is_local(self._place):
             path = Path(self._place, shard.raw.name)
             if not path.exists() or path.stat().st_size != shard.raw.size_bytes:
@@ -101,7 +101,7 @@ class ShardCache:
         return path
 
     def _by_new_process(self, shard: Shard) -> None:
-        """Download where requests to a bucket do not hang."""
+        """Download in a new process, where requests to a bucket do not hang."""
         bound = [] if self._bound_bytes is None else [str(self._bound_bytes)]
         command = [sys.executable, "-m", "varuna.extras.shards.fetch", self._place, str(self._folder), shard.raw.name]
         try:
@@ -174,7 +174,7 @@ class ShardCache:
             partial.unlink(missing_ok=True)
 
     def _pieces(self, stored: StoredFile) -> Iterator[bytes]:
-        """The bytes of a file; whoever has taken the last ones knows that their digests are right."""
+        """Yield the bytes of a file; after the last ones, their digests have been checked."""
         sums, store = _Sums(stored), self._store()
         try:
             for start in range(0, stored.size_bytes, PIECE_BYTES):
@@ -254,5 +254,5 @@ def _forked() -> bool:
 
 
 def total_bytes(shards: Sequence[Shard]) -> int:
-    """On disk, unpacked."""
+    """Bytes on disk, unpacked."""
     return sum(shard.raw.size_bytes for shard in shards)

@@ -95,11 +95,11 @@ class Shards:
             )
 
     def __len__(self) -> int:
-        """Samples of all shards."""
+        """Return the number of samples of all shards."""
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """The columns of a sample, in the order of the index over all shards.
+        """Return the columns of a sample, in the order of the index over all shards.
 
         Raises:
             IndexError: there is none.
@@ -108,6 +108,7 @@ class Shards:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         shard, place = self._shard_of(index)
+        # a shard begins with its number of samples, then where each begins, and where the last one ends
         head = WORD_BYTES * (1 + place)
         begin, end = np.frombuffer(self._cache.read(shard, head, 2 * WORD_BYTES), "<u4").tolist()
         if not begin <= end <= shard.raw.size_bytes:
@@ -122,7 +123,7 @@ class Shards:
         return self._shards[number], index - (self._ends[number] - self._shards[number].samples)
 
     def fetch(self, name: str) -> None:
-        """Have a copy of a shard.
+        """Get a copy of a shard.
 
         Raises:
             DataError: see ``__getitem__``.
@@ -134,9 +135,10 @@ class Shards:
     # -- called by Varuna ---------------------------------------------------------------------------------
 
     def index_at(self, position: int, seed: int) -> int:
-        """Index of the sample at a position of a run: each epoch has every sample once."""
+        """Return the index of the sample at a position of a run: each epoch has every sample once."""
         if self._window is None:
             return sample_index(position, size=len(self), seed=seed)
+        # position -> (epoch, place in it) -> group of ``window`` shards -> sample of the group, shuffled within it
         epoch, place = divmod(position, len(self))
         order, ends = self._epoch(epoch, seed)
         group = bisect.bisect_right(ends, place)
@@ -150,7 +152,7 @@ class Shards:
         raise AssertionError("a window has as many samples as its shards")
 
     def _epoch(self, epoch: int, seed: int) -> tuple[list[int], list[int]]:
-        """Shards in the order of an epoch, and where each window of them ends."""
+        """Return the shards in the order of an epoch, and where each window of them ends."""
         assert self._window is not None
         return _order(tuple(shard.samples for shard in self._shards), self._window, epoch, seed)
 
@@ -181,7 +183,7 @@ class Shards:
                 number = self._waiting.popleft()
             try:
                 self._cache.path(self._shards[number])
-            except Exception as error:  # noqa: BLE001 - whoever needs the shard will hear of it, too
+            except Exception as error:  # noqa: BLE001 - the reader that needs the shard will raise it, too
                 say_once(f"a shard could not be downloaded ahead: {error}")
             with self._lock:
                 self._queued.discard(number)
@@ -189,18 +191,18 @@ class Shards:
     # -- other processes ----------------------------------------------------------------------------------
 
     def _store(self) -> Store:
-        """Opened in this process."""
+        """Return the store, opened in this process."""
         if os.getpid() not in self._stores:
             self._stores = {os.getpid(): open_store(self._place)}
         return self._stores[os.getpid()]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process."""
+        """Leave out what belongs to this process."""
         kept = {key: value for key, value in vars(self).items() if key not in _OWN}
         return kept | {"_stores": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As after the index was read."""
+        """Begin as after the index was read."""
         vars(self).update(state)
         self._begin()
 
@@ -211,12 +213,13 @@ _OWN = ("_waiting", "_queued", "_lock", "_fetches")
 @lru_cache(maxsize=4)
 def _order(samples: tuple[int, ...], window: int, epoch: int, seed: int) -> tuple[list[int], list[int]]:
     count = len(samples)
+    # shards are drawn as samples are: a permutation of each epoch's own
     order = [sample_index(epoch * count + place, size=count, seed=seed) for place in range(count)]
     ends = list(itertools.accumulate(samples[number] for number in order))
     return order, [*ends[window - 1 :: window], *([ends[-1]] if count % window else [])]
 
 
 def _default_folder(place: str, index: bytes) -> Path:
-    """One for each state of a data set."""
+    """Return a folder for each state of a data set."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / _CACHE / hashlib.sha256(place.encode() + b"\n" + index).hexdigest()[:16]

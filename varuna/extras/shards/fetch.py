@@ -10,7 +10,7 @@ from varuna.extras.shards.dataset import Shards
 
 
 def main(place: str, folder: str, name: str, bound_bytes: str | None = None) -> int:
-    """Have a copy of the shard; say what went wrong."""
+    """Get a copy of the shard; say what went wrong."""
     try:
         # all bytes of two windows of one: the process that asks has checked what fits
         Shards(place, window=1, cache=folder, cache_bytes=bound_bytes).fetch(name)

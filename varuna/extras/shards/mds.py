@@ -53,7 +53,7 @@ class Shard:
 
 
 def shards_of(index: bytes, where: str) -> tuple[Shard, ...]:
-    """The shards that an index.json lists.
+    """Return the shards that an index.json lists.
 
     Args:
         index: its content.
@@ -105,11 +105,12 @@ def _file(given: Mapping[str, Any]) -> StoredFile:
 
 
 def sample_of(shard: Shard, data: bytes) -> dict[str, Any]:
-    """The columns of a sample.
+    """Return the columns of a sample.
 
     Raises:
         ValueError: the bytes are damaged.
     """
+    # sizes of the columns that have no fixed one stand first, 4 bytes each; then all values, in the columns' order
     found, place = dict[str, Any](), WORD_BYTES * sum(not size for _, _, size in shard.columns)
     words = iter(np.frombuffer(data[:place], "<u4").tolist())
     for name, encoding, fixed in shard.columns:
@@ -122,7 +123,7 @@ def sample_of(shard: Shard, data: bytes) -> dict[str, Any]:
 
 
 def decoder(encoding: str) -> Decode | None:
-    """Reads values of an encoding; None: it cannot be read."""
+    """Return what reads values of an encoding; None: it cannot be read."""
     kind, _, details = encoding.partition(":")
     if kind == "ndarray":
         return lambda data: _array(data, *details.partition(":")[::2])
@@ -143,13 +144,14 @@ _SIMPLE: dict[str, Decode] = {
 
 
 def _array(data: bytes, dtype: str, shape: str) -> np.ndarray[Any, Any]:
-    """An array; what the encoding does not say of dtype and shape stands before its values."""
+    """Read an array; what the encoding does not say of dtype and shape stands before its values."""
     place = 0
     if not dtype:
         dtype, place = _BY_NUMBER[data[0]], 1
     if shape:
         sizes = [int(each) for each in shape.split(",")]
     else:
+        # one byte: the number of dimensions above two bits that say how wide each of their sizes is
         count, bytes_each = data[place] >> 2, 1 << (data[place] & 3)
         end = place + 1 + count * bytes_each
         sizes = np.frombuffer(data[place + 1 : end], f"<u{bytes_each}").tolist()

@@ -49,7 +49,7 @@ class VarunaRendezvous(RendezvousHandler):
         self._has_worked = False
 
     def get_backend(self) -> str:
-        """The name for ``--rdzv-backend``."""
+        """Return the name for ``--rdzv-backend``."""
         return _BACKEND
 
     def get_run_id(self) -> str:
@@ -86,7 +86,7 @@ class VarunaRendezvous(RendezvousHandler):
                 say(f"world {placed.world}: the store at {placed.store} does not answer ({error})")
 
     def _open(self, placed: Placed) -> RendezvousInfo:
-        """The store of a world, and where its workers meet.
+        """Open the store of a world, and tell where its workers meet.
 
         Raises:
             RuntimeError: it cannot be reached.
@@ -95,7 +95,7 @@ class VarunaRendezvous(RendezvousHandler):
         bound = timedelta(seconds=_STORE_S)
         if placed.rank == 0:
             served = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=bound)
-            self._agent.offer(f"{address}:{served.port}")
+            self._agent.offer_store(f"{address}:{served.port}")
         else:
             host, _, port = placed.store.rpartition(":")
             served = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=bound)
@@ -104,25 +104,25 @@ class VarunaRendezvous(RendezvousHandler):
         return RendezvousInfo(self._store, placed.rank, placed.size, meeting)
 
     def num_nodes_waiting(self) -> int:
-        """More than 0 if workers have to be restarted, in another world; asked every moment while they run."""
+        """Return more than 0 if workers must restart in another world; torchrun asks every moment while they run."""
         return self._agent.waiting
 
     def is_closed(self) -> bool:
-        """The manager says so when it is asked for a world."""
+        """Return False: the manager says so when it is asked for a world."""
         return False
 
     def set_closed(self) -> None:
-        """The manager knows by itself."""
+        """Do nothing: the manager knows by itself."""
 
     def shutdown(self) -> bool:
-        """This torchrun ends: tell the manager how."""
+        """Tell the manager how this torchrun ends."""
         error = sys.exception()
         self._agent.leave("finished" if error is None else "departed" if isinstance(error, SystemExit) else "failed")
         return True
 
 
 def create(parameters: RendezvousParameters) -> VarunaRendezvous:
-    """The handler for torchrun's flags.
+    """Create the handler for torchrun's flags.
 
     Raises:
         UsageError: a flag has something else than is needed.
@@ -166,7 +166,7 @@ def create(parameters: RendezvousParameters) -> VarunaRendezvous:
 
 
 def _worker_port() -> int | None:
-    """A free port for the store of the workers, which open it only seconds later; None: torchrun picks one.
+    """Find a free port for the store of the workers, which open it only seconds later; None: torchrun picks one.
 
     It lies below those that outgoing connections take: on a busy machine one of them would have it by then.
     """
@@ -185,7 +185,7 @@ def _worker_port() -> int | None:
 
 
 def _address_towards(place: str) -> str:
-    """This machine's address on the way to ``host:port``; no packet is sent."""
+    """Return this machine's address on the way to ``host:port``; no packet is sent."""
     host, _, port = place.rpartition(":")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

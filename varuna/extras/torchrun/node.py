@@ -31,7 +31,7 @@ class WaitedTooLong(Exception):
 
 
 class WorldOver(Exception):
-    """There is no further world for this node; 0 if that is as it should be."""
+    """The end of worlds for this node; ``code`` is 0 if that is as it should be."""
 
     def __init__(self, why: str, code: int) -> None:
         super().__init__(why)
@@ -50,7 +50,9 @@ class Placed:
 
 
 class TorchrunAgent:
-    """Threads may read ``waiting``; everything else is for the one thread of torchrun's agent.
+    """A torchrun agent's side of the rendezvous.
+
+    Threads may read ``waiting``; everything else is for the one thread of torchrun's agent.
 
     Args:
         invited: gives the JOIN string.
@@ -133,17 +135,17 @@ class TorchrunAgent:
                 told = waits
             time.sleep(_ASK_S)
 
-    def offer(self, store: str) -> None:
-        """Rank 0 has opened the store of its world; the others are told soon, by this report or the next one."""
+    def offer_store(self, store: str) -> None:
+        """Tell the manager of the store that rank 0 has opened; others hear of it by this report or the next one."""
         self._update(store=store)
         self._ask()
 
     def leave_soon(self, why: str) -> None:
-        """This machine will be taken away; any thread may say so."""
+        """Note that this machine will be taken away; any thread may call it."""
         self._update(leaves=why[:MAX_REASON])
 
     def leave(self, state: NodeState) -> None:
-        """Say that this node is gone, once; waits at most 10 s for somebody to hear it."""
+        """Say that this node is gone, once; wait at most 10 s for the manager to hear it."""
         if self._gone.is_set() or self._remote is None:
             return
         self._gone.set()
@@ -161,7 +163,7 @@ class TorchrunAgent:
         """Become a machine of the run.
 
         Raises:
-            WaitedTooLong: nobody answers.
+            WaitedTooLong: no manager answers.
             FleetError: the manager refuses it.
         """
         folder = Path(tempfile.mkdtemp(prefix="varuna-torchrun-"))
@@ -209,7 +211,7 @@ class TorchrunAgent:
             self._report = self._report.model_copy(update=news)
 
     def _ask(self) -> TorchrunAnswer | None:
-        """Report, and hear what to do; None if nobody answers now. Reports arrive in the order of what they say."""
+        """Report, and return what to do; None if no manager answers now. Reports arrive in their order."""
         with self._asking:
             return self._exchange()
 
@@ -224,7 +226,7 @@ class TorchrunAgent:
                 self._refused = f"the manager at {self.place} refused torchrun node {self.node}: {reason(reply.body)}"
         except ValidationError as error:
             self._refused = f"the manager at {self.place} sent an answer that this version does not understand: {error}"
-        except FleetError:  # it is away, or somebody else is where it was
+        except FleetError:  # it is away, or another program is where it was
             if (moved := self._moved.newest()) is not None:
                 self._remote = replace(remote, host=moved.host, port=moved.port)
         return None

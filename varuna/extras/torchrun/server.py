@@ -41,12 +41,12 @@ class TorchrunServer:
         self._watching: asyncio.Task[None] | None = None
 
     def routes(self) -> list[BaseRoute]:
-        """The one route."""
+        """Return the one route."""
         return [Route("/torchrun", self._report, methods=["POST"])]
 
     @property
     def nodes(self) -> list[str]:
-        """Nodes that are there; any thread may ask."""
+        """Return the nodes that are there; any thread may ask."""
         return list(self._world.nodes)
 
     def status(self) -> dict[str, object]:
@@ -58,7 +58,7 @@ class TorchrunServer:
         return {"torchrun": {**told, "broken": world.broken, "over": world.over}}
 
     def stop(self, reason: str, exit_code: int) -> None:
-        """The run is over: nodes are told when they ask next."""
+        """Stop the run: nodes are told when they ask next."""
         self._world = stopped(self._world, reason, exit_code)
 
     async def _report(self, request: Request) -> Response:
@@ -86,7 +86,7 @@ class TorchrunServer:
         return JSONResponse(answer(self._world, node).model_dump())
 
     async def _watch(self) -> None:
-        """Nodes that are lost say nothing."""
+        """Look for lost nodes, which say nothing."""
         while True:
             await asyncio.sleep(_WATCH_S)
             self._become(passed(self._world, time.monotonic()))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from varuna.extras.torchrun.report import TorchrunAnswer, TorchrunReport
 
 LEASE_S = 6.0
-"""A node that says nothing for so long is lost."""
+"""Seconds of silence after which a node is lost."""
 LAST_CALL_S = 3.0
 """After the newest arrival: others may follow, and each change costs all nodes a restart of their workers."""
 
@@ -51,7 +51,7 @@ class TorchrunWorld:
 
 
 def heard(world: TorchrunWorld, node: str, report: TorchrunReport, now_s: float) -> TorchrunWorld:
-    """The world after a report."""
+    """Return the world after a report."""
     before = world.nodes.get(node)
     same = before is not None and before.report.state == report.state and before.report.world == report.world
     since_s = before.since_s if before is not None and same else now_s
@@ -66,12 +66,13 @@ def heard(world: TorchrunWorld, node: str, report: TorchrunReport, now_s: float)
 
 
 def passed(world: TorchrunWorld, now_s: float) -> TorchrunWorld:
-    """The world after time has passed."""
+    """Return the world after time has passed."""
+    # in this order: a loss or an arrival breaks the world, and only then can the next one form
     return _formed(_arrivals(_without_lost(world, now_s), now_s), now_s)
 
 
 def stopped(world: TorchrunWorld, reason: str, exit_code: int) -> TorchrunWorld:
-    """The world after the run was ended from elsewhere."""
+    """Return the world after the run was ended from elsewhere."""
     return replace(world, over=world.over or reason, exit_code=exit_code)
 
 
@@ -101,7 +102,7 @@ def answer(world: TorchrunWorld, node: str) -> TorchrunAnswer:
 
 
 def _adopted(world: TorchrunWorld, report: TorchrunReport, now_s: float) -> TorchrunWorld:
-    """A world that a manager before this one has formed."""
+    """Adopt a world that a manager before this one has formed."""
     if report.world <= world.number or not report.members:
         return world
     nodes = dict(world.nodes)
@@ -112,7 +113,7 @@ def _adopted(world: TorchrunWorld, report: TorchrunReport, now_s: float) -> Torc
 
 
 def _left(world: TorchrunWorld, node: str, report: TorchrunReport) -> TorchrunWorld:
-    """A node has left for good."""
+    """Let a node leave for good."""
     nodes = {name: each for name, each in world.nodes.items() if name != node}
     world = replace(world, nodes=nodes)
     if node not in world.members:
@@ -128,7 +129,7 @@ def _left(world: TorchrunWorld, node: str, report: TorchrunReport) -> TorchrunWo
 
 
 def _ended(world: TorchrunWorld) -> TorchrunWorld:
-    """The run is over once nobody of the newest world is there, and somebody has finished or all have failed."""
+    """End the run once the newest world is empty, and a node of it has finished or all have failed."""
     if world.over or not world.members or any(name in world.nodes for name in world.members):
         return world
     if world.finished:
@@ -170,7 +171,7 @@ def _without_lost(world: TorchrunWorld, now_s: float) -> TorchrunWorld:
 
 
 def _arrivals(world: TorchrunWorld, now_s: float) -> TorchrunWorld:
-    """A world that has room is given up for those that have arrived, once no more of them come."""
+    """Give up a world that has room for those that have arrived, once no more of them come."""
     if world.broken or world.finished or len(world.members) >= _bounds(world)[1]:
         return world
     newcomers = {name: node for name, node in world.nodes.items() if node.joins and name not in world.members}
@@ -180,7 +181,7 @@ def _arrivals(world: TorchrunWorld, now_s: float) -> TorchrunWorld:
 
 
 def _formed(world: TorchrunWorld, now_s: float) -> TorchrunWorld:
-    """The next world, if there are enough nodes, and all that are at work have stopped."""
+    """Form the next world, if there are enough nodes, and all that are at work have stopped."""
     if not world.broken or world.over or world.finished or now_s < world.opens_s or _at_work(world):
         return world
     joining = {name: node for name, node in world.nodes.items() if node.joins}
@@ -201,7 +202,7 @@ def _at_work(world: TorchrunWorld) -> list[str]:
 
 
 def _bounds(world: TorchrunWorld) -> tuple[int, int]:
-    """Least and most nodes: the strictest of what the nodes say."""
+    """Return the least and most nodes: the strictest of what the nodes say."""
     reports = [node.report for node in world.nodes.values()]
     least = max((report.least for report in reports), default=1)
     return least, max(least, min((report.most for report in reports), default=1))

@@ -18,7 +18,7 @@ VARIABLE = "VARUNA_CHART"
 
 
 def chart_of(store: Store | None, run: str, *, is_first: bool) -> str:
-    """The name of the chart; blocks for as long as the store takes.
+    """Return the name of the chart; blocks for as long as the store takes.
 
     Args:
         store: of the checkpoints, if there are any.
@@ -55,7 +55,7 @@ _SHOWN = ("global_batch", "micro_batch", "seed", "num_workers", "precision", "cl
 
 
 def trackers_of(spec: JobSpec) -> Trackers:
-    """The charts of a job, on this worker."""
+    """Make the charts of a job, on this worker."""
 
     def chart(is_first: bool) -> str:
         store = None if spec.checkpoints is None else open_store(spec.checkpoints.place)

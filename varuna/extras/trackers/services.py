@@ -38,7 +38,7 @@ class TensorBoard:
             self._writer.add_text("config", table, 0)
 
     def log(self, step: int, values: Mapping[str, float], *, more: bool = False) -> None:
-        """One scalar for each value."""
+        """Write one scalar for each value."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -130,7 +130,7 @@ class MLflow:
 
 
 def _experiment(client: Any) -> str:
-    """Identifier of the experiment that the environment names, as ``mlflow.start_run`` finds it."""
+    """Return the identifier of the experiment that the environment names, as ``mlflow.start_run`` finds it."""
     if number := os.environ.get("MLFLOW_EXPERIMENT_ID"):
         return number
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
@@ -148,7 +148,7 @@ _KNOWN: dict[str, tuple[Callable[[], Service], str]] = {
 
 
 def service_of(given: str | Tracker) -> Service:
-    """The service that one element of ``loggers=`` means.
+    """Return the service that one element of ``loggers=`` means.
 
     Raises:
         UsageError: it is not known, not installed, or has no ``log(step, values)``.

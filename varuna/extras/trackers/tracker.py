@@ -14,7 +14,7 @@ class Service(Protocol):
     """A tracker that knows of charts which are continued."""
 
     def begin(self, chart: str, step: int, config: Mapping[str, object]) -> None:
-        """Go on with a chart, new or begun earlier, maybe by another process; ``step`` is the next one.
+        """Continue a chart, new or begun earlier, maybe by another process; ``step`` is the next one.
 
         It is called again when a run falls back: then steps come that the chart has already.
         """
@@ -39,7 +39,7 @@ class Once:
     _is_again: bool = field(default=False, init=False)
 
     def begin(self, step: int) -> None:
-        """The next step is ``step``."""
+        """Begin a chart whose next step is ``step``."""
         self._redone = max(self._redone, self.reached - step + 1)
 
     def new(self, step: int, values: Mapping[str, float], *, more: bool) -> dict[str, float]:
@@ -65,7 +65,7 @@ class Own:
         self._tracker, self._once = tracker, Once()
 
     def begin(self, chart: str, step: int, config: Mapping[str, object]) -> None:
-        """Nothing to open."""
+        """Do nothing: the user has opened it."""
         self._once.begin(step)
 
     def log(self, step: int, values: Mapping[str, float], *, more: bool = False) -> None:
@@ -74,4 +74,4 @@ class Own:
             self._tracker.log(step, found)
 
     def close(self) -> None:
-        """Nothing to close: the object is the user's."""
+        """Do nothing: the object is the user's."""

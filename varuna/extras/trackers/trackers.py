@@ -12,7 +12,7 @@ from varuna.process.console import warn
 from varuna.process.threads import start
 
 WAITING = 10_000
-"""Steps that may wait for a slow service; what comes while so many wait is left out."""
+"""Most steps that wait for a slow service; steps beyond them are left out."""
 CLOSE_S = 30.0
 
 _Work = Callable[[], None]
@@ -46,8 +46,8 @@ class Trackers:
         self._work: queue.Queue[_Work | None] = queue.Queue(WAITING)
         self._thread: threading.Thread | None = None
 
-    def take(self, step: int, values: Mapping[str, float], *, is_main: bool) -> None:
-        """A step is committed; a worker that is not the main one leaves its charts to the one that is."""
+    def add_step(self, step: int, values: Mapping[str, float], *, is_main: bool) -> None:
+        """Chart a committed step; a worker that is not the main one leaves its charts to the one that is."""
         if not self._services:
             return
         if not is_main:
@@ -62,7 +62,7 @@ class Trackers:
         self._do(lambda: self._each(lambda service: service.log(step, found)))
 
     def more(self, values: Mapping[str, float]) -> None:
-        """More values of the newest step."""
+        """Chart more values of the newest step."""
         if self._next is None:
             return
         step, found = self._next - 1, dict(values)

@@ -250,14 +250,14 @@ class Agent:
 
     def _pass_on(self, worker: str, message: ToWorker) -> None:
         """The manager tells a worker something."""
-        self._roster.told(worker, message)
+        self._roster.note_from_manager(worker, message)
         if isinstance(message, Assign):
             self._note_main(worker, message)
         self._server.send(worker, message)
 
     def _hear(self, worker: str, message: FromWorker) -> None:
         """A worker said something: beats wait for the next pulse, the rest goes at once."""
-        is_ours, got_on = self._roster.hear(worker, message)
+        is_ours, got_on = self._roster.note_from_worker(worker, message)
         if isinstance(message, Failed) and (message.fault is not None or self._roster.broke_off(worker)):
             self._slots.failed(worker, is_memory=message.fault is not None and message.fault.is_memory)
         if got_on:
@@ -315,7 +315,7 @@ class Agent:
 
     def _note_notice(self, notice: NodeNotice) -> None:
         """Record a preemption notice or an advice, and pass it on if it says more than the ones before."""
-        if news := self._departure.learn(notice, time.monotonic()):
+        if news := self._departure.note_notice(notice, time.monotonic()):
             self._tell(news)
             self._say_departure()
 
@@ -353,7 +353,7 @@ class Agent:
             for slot in self._slots.due(now_s):
                 self._start(slot, now_s)
         if self._connected:
-            for output in self._forwarder.take():
+            for output in self._forwarder.next_outputs():
                 self._uplink.send(output, epoch=self._forwarder.epoch)
         if self._departure.is_over(now_s):
             self._tell("the notice period is over")
@@ -416,7 +416,7 @@ class Agent:
             if isinstance(event, WorkerExited):
                 self._note_exit(event)
         if self._connected:
-            for output in self._forwarder.take():
+            for output in self._forwarder.next_outputs():
                 self._uplink.send(output, epoch=self._forwarder.epoch)
 
     # -- other threads -------------------------------------------------------------------------------------

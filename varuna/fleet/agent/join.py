@@ -57,7 +57,7 @@ def admit(invitation: JoinString, home: AgentFolder) -> AgentIdentity:
     return card
 
 
-def serve(
+def serve_as_agent(
     invited: Callable[[], JoinString],
     home: AgentFolder,
     run: Callable[[AgentIdentity], int],

@@ -38,7 +38,7 @@ class LogForwarder:
         """Note that the manager has these outputs."""
         self._under_way = max(0, self._under_way - sum(len(output.data) for output in outputs))
 
-    def take(self) -> list[Output]:
+    def next_outputs(self) -> list[Output]:
         """Outputs to send now; a log that cannot be read, such as one that was just removed, is skipped."""
         taken: list[Output] = []
         for path in sorted(self._folder.glob("*.log")):

@@ -16,8 +16,8 @@ class OwnDeparture:
         """Whether this machine will be taken away."""
         return PreemptionNotice in self._known
 
-    def learn(self, notice: NodeNotice, now_s: float) -> str:
-        """Take it down; what it is in words, or nothing if it says no more than what was known."""
+    def note_notice(self, notice: NodeNotice, now_s: float) -> str:
+        """Note a notice; return it in words, or nothing if it says no more than what was known."""
         if isinstance(notice, PreemptionNotice):
             if now_s + notice.in_s >= self._until_s:
                 return ""

@@ -38,7 +38,7 @@ class JoinedLines:
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._told: set[tuple[str, str]] = set()
 
-    def join(self, one: socket.socket, other: socket.socket) -> None:
+    def join_connections(self, one: socket.socket, other: socket.socket) -> None:
         """Let two connections be one, until either ends."""
         pair = (one, other)
         try:
@@ -268,7 +268,7 @@ class PortServer:
 
     def _pair(self, pair: bytes, caller: _Caller) -> None:
         if (other := self._halves.pop(pair, None)) is not None:
-            self._joined.join(other.connected, caller.connected)
+            self._joined.join_connections(other.connected, caller.connected)
         elif len(self._halves) < _MOST_CALLERS:
             self._halves[pair] = caller
             caller.until_s = time.monotonic() + _JOINS_S

@@ -48,7 +48,7 @@ class WorkerRecord:
     failed: Failed | None = None
     exited: Exited | None = None
 
-    def hear(self, message: FromWorker) -> bool:
+    def note_from_worker(self, message: FromWorker) -> bool:
         """Take a worker's message; returns whether the worker has made progress."""
         step_before = self.step
         match message:
@@ -83,7 +83,7 @@ class WorkerRecord:
         self.saved, self.step = (), 0
         self.suspect = self.held = self.leaving = None
 
-    def told(self, message: ToWorker) -> None:
+    def note_from_manager(self, message: ToWorker) -> None:
         """Take a message of the manager to the worker."""
         match message:
             case Assign(assignment=assignment):
@@ -158,17 +158,17 @@ class WorkerRecords:
         with self._lock:
             return name in self._records
 
-    def hear(self, name: str, message: FromWorker) -> tuple[bool, bool]:
+    def note_from_worker(self, name: str, message: FromWorker) -> tuple[bool, bool]:
         """Take a worker's message; returns whether this agent has started it, and whether it has made progress."""
         with self._lock:
             record = self._records.get(name)
-            return record is not None, record is not None and record.hear(message)
+            return record is not None, record is not None and record.note_from_worker(message)
 
-    def told(self, name: str, message: ToWorker) -> None:
+    def note_from_manager(self, name: str, message: ToWorker) -> None:
         """Take a message of the manager to a worker."""
         with self._lock:
             if name in self._records:
-                self._records[name].told(message)
+                self._records[name].note_from_manager(message)
 
     def broke_off(self, name: str) -> bool:
         """Return whether a worker was in a generation and has not left it, so that it is lost if its process ends."""

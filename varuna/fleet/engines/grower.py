@@ -60,10 +60,10 @@ class Grower:
         """Ask from now on."""
         self._thread.start()
 
-    def want(self, nodes: int) -> None:
-        """The run wants this many nodes from now on."""
+    def request_nodes(self, nodes: int) -> None:
+        """Ask for this many nodes from now on."""
         with self._lock:
-            self._growth = self._growth.want(nodes, self._clock())
+            self._growth = self._growth.request_nodes(nodes, self._clock())
         self._changed.set()
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class Grower:
                 time.sleep(self._pause_s)
         return self._provider.close()
 
-    def ask(self) -> None:
+    def ask_if_due(self) -> None:
         """Ask once, if it is time; what was refused for good is not asked for again."""
         now_s, growth = self._clock(), self.growth
         if self._refusal:
@@ -131,6 +131,6 @@ class Grower:
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            self.ask()
+            self.ask_if_due()
             self._changed.wait(_LOOK_S)
             self._changed.clear()

@@ -63,7 +63,7 @@ class Growers:
     def start(self) -> None:
         """Ask from now on."""
         for source, grower in zip(self._sources, self._growers, strict=True):
-            grower.want(source.config.most)
+            grower.request_nodes(source.config.most)
             grower.start()
 
     def close(self) -> None:

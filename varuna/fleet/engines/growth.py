@@ -33,8 +33,8 @@ class Growth:
     next_s: float = 0.0
     refusals: int = 0
 
-    def want(self, nodes: int, now_s: float) -> "Growth":
-        """The run wants this many; within the bounds it is asked for at once, unless the cloud has just refused."""
+    def request_nodes(self, nodes: int, now_s: float) -> "Growth":
+        """Ask for this many; within the bounds at once, unless the cloud has just refused."""
         wanted = min(max(nodes, self.config.least), self.config.most)
         if wanted == self.wanted:
             return self

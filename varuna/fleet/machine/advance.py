@@ -1,34 +1,55 @@
 """The manager as a pure state machine: ``advance`` notes one event, then draws conclusions until nothing changes."""
 
-from varuna.core.messages import Beat, Failed, FromWorker, Hello, Leaving, Saved, StopReport, Suspect, Unsaved, Voted
+from varuna.core.messages import (
+    Beat,
+    Failed,
+    Finish,
+    FromWorker,
+    Hello,
+    Leaving,
+    Saved,
+    StopReport,
+    Suspect,
+    TrainingOver,
+    Unsaved,
+    Voted,
+)
 from varuna.fleet.machine.commit import (
     note_checkpoint,
     note_held,
     note_saved,
     note_suspect,
     note_voted,
-    settle,
+    resolve_stop,
     watch_generation,
 )
 from varuna.fleet.machine.exits import (
+    dismiss_rest,
     expire,
-    finish,
     finish_if_all_left,
+    finish_run,
     note_connection_lost,
     note_exited,
     note_failed,
     note_leaving,
     settle_leaving,
 )
-from varuna.fleet.machine.forming import form
-from varuna.fleet.machine.joins import note_spawned, spawn_missing
-from varuna.fleet.machine.leases import hear, hear_all, look_around, note_parted, note_tick, take_back
+from varuna.fleet.machine.forming import start_generation
+from varuna.fleet.machine.joins import is_unequal, note_hello, note_spawned, send_away, spawn_missing
+from varuna.fleet.machine.leases import (
+    check_reachability,
+    hear_all,
+    note_parted,
+    note_tick,
+    readmit_worker,
+    record_contact,
+)
 from varuna.fleet.machine.leases import note_beat as note_waiting
+from varuna.fleet.machine.outcome import last_step, outcome, steps_made
 from varuna.fleet.machine.planned_morphs import plan_ahead
-from varuna.fleet.machine.preemption import note_drain, note_notice, release, reprieve
+from varuna.fleet.machine.preemption import note_drain, note_notice, release_leaving, reprieve
 from varuna.fleet.machine.standstill import note_standstill
 from varuna.fleet.machine.stragglers import note_beat, note_speeds, readmit
-from varuna.fleet.machine.trainings import begin_next_training, hear_hello
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
@@ -54,8 +75,64 @@ from varuna.fleet.state.inputs import (
 )
 from varuna.fleet.state.outputs import Complain, Instruction
 from varuna.fleet.state.phases import Ended, Finishing, Idle, Running, Stopping
-from varuna.fleet.state.run_events import Asked
+from varuna.fleet.state.run_events import Asked, TrainingEnded
 from varuna.fleet.state.worker import WorkerStatus, changed
+
+
+def begin_next_training(transition: Transition) -> None:
+    """Begin the next training with those that wait for it; the others come when they are through with their code."""
+    fleet = transition.fleet
+    assert fleet.job is not None
+    waiting = {name: hello for name, hello in fleet.script.ahead.items() if name in fleet.workers}
+    if not waiting:
+        transition.update(script=changed(fleet.script, ahead={}))
+        return
+    dismiss_rest(transition)
+    fleet = transition.fleet
+    ended = TrainingEnded(training=fleet.training, job=fleet.job, steps=steps_made(fleet), last=last_step(fleet))
+    transition.fleet = fleet.begin_training(ended, transition.now_s)
+    transition.publish(ended)
+    for name, hello in waiting.items():
+        hear_hello(transition, name, hello)
+
+
+def hear_hello(transition: Transition, name: str, hello: Hello) -> None:
+    """Take a worker into the training that it begins; or let it pass that, or wait for it."""
+    fleet = transition.fleet
+    if hello.training > fleet.training:
+        _note_ahead(transition, name, hello)
+    elif hello.training < fleet.training:
+        ended = fleet.script.trainings[hello.training]
+        if not is_unequal(transition, name, hello, ended.job):
+            transition.send(name, TrainingOver(training=ended.training, steps=ended.steps, last=ended.last))
+    elif not isinstance(fleet.phase, Finishing):
+        note_hello(transition, name, hello)
+    elif fleet.workers[name].standing is not WorkerStatus.LEFT:
+        assert fleet.job is not None
+        if not is_unequal(transition, name, hello, fleet.job):
+            transition.send(name, outcome(fleet, name))
+
+
+def _note_ahead(transition: Transition, name: str, hello: Hello) -> None:
+    """Note that a worker is through with the present training and begins the next one."""
+    fleet, number = transition.fleet, hello.training
+    is_ending = isinstance(fleet.phase, Finishing) or fleet.is_leaving
+    if fleet.workers[name].standing is WorkerStatus.DISMISSED and not is_ending:
+        transition.send(name, Finish(training=number))  # its machine was given back: it trains no more
+    elif number > fleet.training + 1:
+        send_away(
+            transition,
+            name,
+            f"it begins training {number + 1} of its script, and the run is in training {fleet.training + 1}",
+        )
+    elif fleet.requests.finish is not None:
+        text = f"{fleet.requests.finish}; training {number + 1} of the script does not begin"
+        note_leaving(transition, name, fleet.training)  # it is through, whatever of its words was lost
+        transition.send(name, Finish(failure=text, training=number))
+        transition.update_worker(name, standing=WorkerStatus.DISMISSED)
+    else:
+        note_leaving(transition, name, fleet.training)
+        transition.update(script=changed(transition.fleet.script, ahead={**fleet.script.ahead, name: hello}))
 
 
 def advance(fleet: Fleet, event: Event, now_s: float) -> tuple[Fleet, list[Instruction]]:
@@ -86,15 +163,15 @@ def _note(transition: Transition, event: Event) -> None:
         case NodeParted(node=node, abruptly=abruptly):
             note_parted(transition, node, abruptly=abruptly)
         case WorkerSpawned(worker=name, node=node):
-            hear(transition, node)
+            record_contact(transition, node)
             note_spawned(transition, name, node)
         case MessageReceived() | WorkerExited() | ConnectionLost() | WorkerDistrusted():
             worker = transition.fleet.workers.get(event.worker)
             if worker is not None:  # the lost and the refused are not heard any more
-                hear(transition, worker.node)
+                record_contact(transition, worker.node)
                 _note_worker(transition, event)
         case NoticeReceived(node=node, notice=notice):
-            hear(transition, node)
+            record_contact(transition, node)
             note_notice(transition, node, notice)
         case DrainRequested(node=node):
             note_drain(transition, node)
@@ -124,7 +201,7 @@ def _note_wish(
     requests = transition.fleet.requests
     match event:
         case SpawnRequested(count=count):
-            transition.want(count)
+            transition.want_workers(count)
         case MorphRequested(why=why):
             if requests.morph is None:
                 transition.publish(Asked(what="morph"))
@@ -137,7 +214,7 @@ def _note_wish(
                 transition.publish(Asked(what="stop", reason=reason))
                 transition.update(requests=changed(requests, finish=reason))
         case StopRequested(reason=reason, exit_code=exit_code):
-            transition.end(exit_code, reason)
+            transition.end_run(exit_code, reason)
 
 
 def _note_worker(
@@ -152,14 +229,14 @@ def _note_worker(
         case ConnectionLost():
             note_connection_lost(transition, event)
         case WorkerDistrusted(worker=name, reason=reason):
-            transition.lose(name, f"was removed: {reason}", kill=True)
+            transition.lose_worker(name, f"was removed: {reason}", kill=True)
 
 
 def _hear(transition: Transition, name: str, message: FromWorker) -> None:
     """Take down what a worker said; whatever it is, the worker is alive."""
     worker, seen_s = transition.fleet.workers[name], transition.fleet.contacts.listened_s
     if worker.standing is WorkerStatus.UNREACHABLE:
-        take_back(transition, name)
+        readmit_worker(transition, name)
     if isinstance(message, Beat):
         note_waiting(transition, name, message)
         transition.update_worker(name, seen_s=seen_s, **worker.hearing(message))
@@ -219,15 +296,15 @@ def _pass(transition: Transition) -> None:
     """Each rule acts once."""
     if not isinstance(transition.fleet.phase, Ended):
         expire(transition)
-        look_around(transition)
+        check_reachability(transition)
         reprieve(transition)
         readmit(transition)
-        release(transition)
+        release_leaving(transition)
     match transition.fleet.phase:
         case (Idle() | Stopping()) as phase if transition.fleet.is_leaving:
             settle_leaving(transition, phase)
         case Idle() as phase:
-            form(transition, phase)
+            start_generation(transition, phase)
         case Running() as phase:
             note_standstill(transition, phase)
             watch_generation(transition, phase)
@@ -235,10 +312,10 @@ def _pass(transition: Transition) -> None:
             if transition.fleet.phase is phase:
                 plan_ahead(transition, phase)
         case Stopping() as phase:
-            settle(transition, phase)
+            resolve_stop(transition, phase)
         case Finishing() if transition.fleet.script.ahead:
             begin_next_training(transition)
         case Finishing() as phase:
-            finish(transition, phase)
+            finish_run(transition, phase)
         case Ended():
             return

@@ -26,29 +26,29 @@ def note_broken(transition: Transition) -> None:
     if fleet.formed or any(cause.took_somebody for cause in fleet.generations.causes):
         return
     generations = fleet.generations
-    since_s = fleet.listened_s if generations.futile_since_s is None else generations.futile_since_s
-    transition.update(generations=changed(generations, futile=generations.futile + 1, futile_since_s=since_s))
+    since_s = fleet.listened_s if generations.failing_since_s is None else generations.failing_since_s
+    transition.update(generations=changed(generations, failed=generations.failed + 1, failing_since_s=since_s))
 
 
 def waits(transition: Transition, phase: Idle, live: tuple[str, ...]) -> bool:
     """Whether the next generation has to wait; drops newcomers, or ends the run, if it is time for that."""
-    fleet, futile = transition.fleet, transition.fleet.generations.futile
-    if futile >= MANY and _drop_newcomers(transition, live):
+    fleet, failed = transition.fleet, transition.fleet.generations.failed
+    if failed >= MANY and _drop_newcomers(transition, live):
         return True
-    if futile >= MANY and _left_s(fleet) <= 0:
-        transition.end(
+    if failed >= MANY and _left_s(fleet) <= 0:
+        transition.end_run(
             1,
-            f"no step in {format_duration(fleet.config.futile_s)}: {futile} generations in a row broke before their "
+            f"no step in {format_duration(fleet.config.futile_s)}: {failed} generations in a row broke before their "
             f"first step, though no worker died. The last reason: {' and '.join(map(str, fleet.generations.causes))}. "
             "Look at the workers' logs, and at the network between them.",
         )
         return True
-    pause_s = _pause_s(futile)
+    pause_s = _pause_s(failed)
     is_new = any(fleet.workers[name].joined_s > phase.since_s for name in live)
     if is_new or transition.now_s >= phase.since_s + pause_s:
         return False
     if phase.blocked is None or phase.blocked.by is not Obstacle.BREAKING:
-        number, left = _nth(futile), format_duration(max(0.0, _left_s(fleet)))
+        number, left = _nth(failed), format_duration(max(0.0, _left_s(fleet)))
         text = f"generation {fleet.generation} broke before its first step, the {number} in a row, though nobody died"
         transition.update(phase=replace(phase, blocked=Blocked(Obstacle.BREAKING, text)))
         transition.notice(
@@ -61,13 +61,13 @@ def waits(transition: Transition, phase: Idle, live: tuple[str, ...]) -> bool:
 
 def _left_s(fleet: Fleet) -> float:
     """Seconds that are left until a step must be done."""
-    assert fleet.generations.futile_since_s is not None
-    return fleet.generations.futile_since_s + fleet.config.futile_s - fleet.listened_s
+    assert fleet.generations.failing_since_s is not None
+    return fleet.generations.failing_since_s + fleet.config.futile_s - fleet.listened_s
 
 
-def _pause_s(futile: int) -> float:
+def _pause_s(failed: int) -> float:
     """Seconds to wait: none after the first one, then 1, 2, 4, ..."""
-    return 0.0 if futile < 2 else min(_LONGEST_PAUSE_S, 2.0 ** (futile - 2))
+    return 0.0 if failed < 2 else min(_LONGEST_PAUSE_S, 2.0 ** (failed - 2))
 
 
 def _nth(number: int) -> str:
@@ -80,10 +80,10 @@ def _drop_newcomers(transition: Transition, live: tuple[str, ...]) -> bool:
     newcomers = [name for name in live if _has_nothing(fleet, name) and fleet.record.has_seat(name)]
     if not newcomers or len(newcomers) == len(live):
         return False
-    since_s = fleet.generations.futile_since_s
+    since_s = fleet.generations.failing_since_s
     for name in newcomers:
-        transition.lose(name, "could not copy its state", kill=True)
-    transition.update(generations=changed(transition.fleet.generations, futile=0, futile_since_s=since_s))
+        transition.lose_worker(name, "could not copy its state", kill=True)
+    transition.update(generations=changed(transition.fleet.generations, failed=0, failing_since_s=since_s))
     return True
 
 

@@ -9,9 +9,9 @@ from varuna.core.saved import SavedShard
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.backoff import note_broken
 from varuna.fleet.machine.device_faults import note_full
-from varuna.fleet.machine.leases import forget_waits, is_near, note_progress, stands_still, waits_for_return
+from varuna.fleet.machine.leases import awaits_return, forget_waits, is_near, note_progress, stands_still
 from varuna.fleet.machine.salvage import share_of_step
-from varuna.fleet.machine.silent_links import forget, note_unreachable, part
+from varuna.fleet.machine.silent_links import forget_links, note_unreachable, part
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import EndCause, Ending
 from varuna.fleet.state.fleet import Fleet
@@ -146,7 +146,7 @@ def _record(transition: Transition, vote: Vote) -> None:
     try:
         tally = layout.tally(vote.vector) if vote.is_whole else vote.tally
     except ValueError as error:
-        transition.end(
+        transition.end_run(
             1, f"the vote of step {vote.step} cannot be read: {error}. Do all machines run the same version of Varuna?"
         )
         return
@@ -156,7 +156,9 @@ def _record(transition: Transition, vote: Vote) -> None:
     assert tally is not None
     whole_s = vote.wall_s / share_of_step(record)
     _note(transition, step=vote.step, at_s=transition.now_s, wall_s=whole_s, every_s=every_s)
-    transition.update(starts=transition.fleet.starts.succeeded(), generations=transition.fleet.generations.not_futile())
+    transition.update(
+        starts=transition.fleet.starts.succeeded(), generations=transition.fleet.generations.with_progress()
+    )
     transition.publish(
         StepRecorded(
             step=vote.step,
@@ -183,7 +185,7 @@ def _record(transition: Transition, vote: Vote) -> None:
 
 def _note_formed(transition: Transition, vote: Vote) -> None:
     """Note that the newest generation trains."""
-    forget(transition)
+    forget_links(transition)
     fleet = transition.fleet
     first_step = None
     if fleet.generations.planned:
@@ -275,21 +277,21 @@ def stop_generation(transition: Transition, cause: EndCause | None = None, *, pl
     )
 
 
-def settle(transition: Transition, phase: Stopping) -> None:
+def resolve_stop(transition: Transition, phase: Stopping) -> None:
     """Once all survivors have answered: the verdict, and when all have applied it, the end of the generation."""
     fleet = transition.fleet
     if fleet.workers.awaited:
-        press(transition, phase)
+        send_holds(transition, phase)
         if fleet.listened_s >= phase.deadline_s:
             for name in _awaited(fleet):
-                transition.lose(name, f"did not stop within {fleet.config.hold_timeout_s:.0f} s", kill=True)
+                transition.lose_worker(name, f"did not stop within {fleet.config.hold_timeout_s:.0f} s", kill=True)
         return
-    if waits_for_return(transition, phase):
+    if awaits_return(transition, phase):
         return
     record_votes(transition)
     if transition.fleet.phase is not phase:
         return  # a vote could not be read
-    vote, laggards = judge(transition, transition.fleet.live_members)
+    vote, laggards = choose_verdict(transition, transition.fleet.live_members)
     if vote is not None and laggards:
         commit(transition, phase, vote, laggards)
         return
@@ -309,7 +311,7 @@ def _awaited(fleet: Fleet) -> list[str]:
     return [name for name in fleet.live_members if fleet.workers[name].holding is None]
 
 
-def press(transition: Transition, phase: Stopping) -> None:
+def send_holds(transition: Transition, phase: Stopping) -> None:
     """Send Hold, once, to members that do not know that the generation is over."""
     fleet = transition.fleet
     if phase.hold_at_s is not None and transition.now_s >= phase.hold_at_s:
@@ -318,7 +320,7 @@ def press(transition: Transition, phase: Stopping) -> None:
         transition.update(phase=replace(phase, hold_at_s=None))
 
 
-def judge(transition: Transition, answered: Iterable[str]) -> tuple[Vote | None, tuple[str, ...]]:
+def choose_verdict(transition: Transition, answered: Iterable[str]) -> tuple[Vote | None, tuple[str, ...]]:
     """The newest vote, and which members that have answered must apply it; state that no vote explains is discarded.
 
     A state is that of the newest step if it is where the generation began, or after the newest vote. One step

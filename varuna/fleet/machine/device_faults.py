@@ -27,7 +27,7 @@ def note_fault(transition: Transition, name: str, fault: DeviceFault) -> None:
     if fault.is_memory:
         note_full(transition, name, fault)
         if not isinstance(transition.fleet.phase, Ended):
-            transition.lose(name, f"ran out of memory on its GPU: {fault.error}", kill=True)
+            transition.lose_worker(name, f"ran out of memory on its GPU: {fault.error}", kill=True)
     else:
         _note_broken(transition, name, fault)
 
@@ -60,11 +60,11 @@ def note_error(
     is_odd = bool(odd) and any(seen.accused == odd and known != device for known, seen in again)
     if is_odd:
         for each in filter(fleet.is_joined, fleet.workers.on(odd)):
-            transition.lose(each, "has read other samples than two other machines", kill=True, rests=True)
+            transition.lose_worker(each, "has read other samples than two other machines", kill=True, rests=True)
     elif again or not fleet.config.elastic or is_only_machine(fleet, worker.node) or fleet.recorded.step < 0:
         before = f" Step {step} had failed on {again[0][0]} before: {again[0][1].error}" if again else ""
-        transition.forget(name)
-        transition.end(exit_code, f"{text}{before}{detail}", worker=name)
+        transition.forget_worker(name)
+        transition.end_run(exit_code, f"{text}{before}{detail}", worker=name)
         return
     transition.notice(
         f"{text.rstrip('.')}. Its machine may be to blame, so the run goes on without this worker, and ends if step "
@@ -72,7 +72,7 @@ def note_error(
         warning=True,
     )
     _rest(transition, name, device, device, text, may_be_code=True, accused=odd)
-    transition.lose(name, text.removeprefix(f"worker {name} "), kill=True)
+    transition.lose_worker(name, text.removeprefix(f"worker {name} "), kill=True)
 
 
 def is_only_machine(fleet: Fleet, node: str) -> bool:
@@ -94,7 +94,7 @@ def _note_broken(transition: Transition, name: str, fault: DeviceFault) -> None:
     for other, seen in fleet.machines.broken.items():
         is_earlier = seen.generation < generation or generation < 0
         if other != device and is_earlier and (seen.error, seen.step) == (fault.error, step):
-            transition.end(
+            transition.end_run(
                 1,
                 f"step {step} broke two {what}s in the same way, one after the other, so what the job does is more "
                 f"likely to be wrong than both of them: {fault.error}. First {other} of {' and '.join(seen.workers)}, "
@@ -104,7 +104,7 @@ def _note_broken(transition: Transition, name: str, fault: DeviceFault) -> None:
             )
             return
     _rest(transition, name, device, title, fault.error)
-    transition.lose(name, f"lost its {what}: {fault.error}", kill=True)
+    transition.lose_worker(name, f"lost its {what}: {fault.error}", kill=True)
 
 
 def _rest(
@@ -150,7 +150,7 @@ def note_full(transition: Transition, name: str, fault: DeviceFault) -> None:
     figures = _figures(fleet, worker, fault)
     if worker.is_joined and fleet.history and (before is None or before.generation < fleet.generation):
         if before is not None and before.times == _MOST_TIMES:
-            transition.end(
+            transition.end_run(
                 1,
                 f"worker {name} ran out of memory in step {fleet.recorded.step + 1}{figures}: {fault.error}. Plans for "
                 f"{of} fill {1 - before.part:.0%} less than its devices seem to have. "

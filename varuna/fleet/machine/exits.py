@@ -4,7 +4,7 @@ import signal
 from dataclasses import replace
 
 from varuna.core.messages import Failed
-from varuna.fleet.machine.commit import commit, judge, press, record_votes
+from varuna.fleet.machine.commit import choose_verdict, commit, record_votes, send_holds
 from varuna.fleet.machine.device_faults import is_only_machine, note_error, note_fault
 from varuna.fleet.machine.leases import is_gone, return_patience_s
 from varuna.fleet.machine.outcome import outcome, steps_made
@@ -22,13 +22,15 @@ def note_exited(transition: Transition, event: WorkerExited) -> None:
         return
     if event.code >= 0:
         transition.update_worker(event.worker, exit=Exit(event.code, event.stderr_tail, transition.now_s))
-        transition.watch(event.worker)
+        transition.watch_worker(event.worker)
     elif worker.standing in (WorkerStatus.LEFT, WorkerStatus.DISMISSED):
         transition.part_with(event.worker)
         if not transition.fleet.config.replace:  # nor for the script's next training
-            transition.want(-1)
+            transition.want_workers(-1)
     else:
-        transition.lose(event.worker, _KILLED_FOR_MEMORY if event.is_oom else f"killed by {_signal_name(-event.code)}")
+        transition.lose_worker(
+            event.worker, _KILLED_FOR_MEMORY if event.is_oom else f"killed by {_signal_name(-event.code)}"
+        )
 
 
 _KILLED_FOR_MEMORY = (
@@ -40,7 +42,7 @@ def note_connection_lost(transition: Transition, event: ConnectionLost) -> None:
     """Note that a connection ended; soon it will be known whether its process did."""
     if event.worker in transition.fleet.workers:
         transition.update_worker(event.worker, disconnected_s=transition.now_s)
-        transition.watch(event.worker)
+        transition.watch_worker(event.worker)
 
 
 def note_failed(transition: Transition, name: str, failed: Failed) -> None:
@@ -133,20 +135,24 @@ def _check_joined(transition: Transition, worker: Worker) -> None:
     suspected = isinstance(phase, Running) and phase.suspicion is not None
     silent_s = transition.fleet.silence_s(worker)
     if worker.disconnected_s is not None and transition.now_s >= worker.disconnected_s + config.exit_grace_s:
-        transition.lose(worker.name, "closed its connection", kill=True)
+        transition.lose_worker(worker.name, "closed its connection", kill=True)
     elif is_gone(transition.fleet, worker):
-        transition.lose(worker.name, "is gone: its agent's connection closed, and a peer lost its link", kill=True)
+        transition.lose_worker(
+            worker.name, "is gone: its agent's connection closed, and a peer lost its link", kill=True
+        )
     elif silent_s > (config.suspect_lease_s if suspected else config.lease_s):
-        transition.lose(worker.name, f"froze (no heartbeat for {silent_s:.1f} s)", kill=True)
+        transition.lose_worker(worker.name, f"froze (no heartbeat for {silent_s:.1f} s)", kill=True)
 
 
 def _check_starting(transition: Transition, worker: Worker) -> None:
     """Lose a worker that does not become warm in time; another one is started."""
     config = transition.fleet.config
     if worker.disconnected_s is not None and transition.now_s >= worker.disconnected_s + config.exit_grace_s:
-        transition.lose(worker.name, "closed its connection before joining", kill=True)
+        transition.lose_worker(worker.name, "closed its connection before joining", kill=True)
     elif transition.fleet.listened_s >= worker.seen_s + config.start_timeout_s:
-        transition.lose(worker.name, f"did not join within {config.start_timeout_s:.0f} s of starting", kill=True)
+        transition.lose_worker(
+            worker.name, f"did not join within {config.start_timeout_s:.0f} s of starting", kill=True
+        )
 
 
 def _conclude_exit(transition: Transition, worker: Worker, exit_: Exit) -> None:
@@ -155,7 +161,7 @@ def _conclude_exit(transition: Transition, worker: Worker, exit_: Exit) -> None:
     if worker.disconnected_s is None and transition.now_s < exit_.at_s + fleet.config.exit_grace_s:
         return
     if exit_.code == 0 and fleet.job is None and not fleet.script.trainings:
-        transition.end(
+        transition.end_run(
             2,
             "the script ended without calling trainer.steps(n), so nothing was trained. "
             "Loop over trainer.steps(n) in it; a script that does not train runs with `python` alone.",
@@ -191,8 +197,8 @@ def _conclude_error(
         )
         transition.part_with(name)
     elif transition.fleet.workers[name].standing is WorkerStatus.LEFT:
-        transition.forget(name)
-        transition.end(exit_code, text + detail, worker=name)
+        transition.forget_worker(name)
+        transition.end_run(exit_code, text + detail, worker=name)
     else:
         note_error(transition, name, text, exit_code=exit_code, detail=detail, accused=accused)
 
@@ -239,16 +245,16 @@ def settle_leaving(transition: Transition, phase: Idle | Stopping) -> None:
     fleet = transition.fleet
     answered = [name for name in fleet.live_members if fleet.workers[name].holding is not None]
     if isinstance(phase, Stopping):
-        press(transition, phase)
+        send_holds(transition, phase)
         for name in phase.applying if fleet.listened_s >= phase.deadline_s else ():
             if transition.fleet.is_joined(name):
-                transition.lose(
+                transition.lose_worker(
                     name, f"did not apply the last step within {fleet.config.hold_timeout_s:.0f} s", kill=True
                 )
     record_votes(transition)
     if isinstance(transition.fleet.phase, Ended):
         return
-    vote, laggards = judge(transition, answered)
+    vote, laggards = choose_verdict(transition, answered)
     if vote is not None and laggards:
         before = transition.fleet.phase
         commit(transition, before if isinstance(before, Stopping) else _stopping(transition.fleet), vote, laggards)
@@ -262,14 +268,14 @@ def _stopping(fleet: Fleet) -> Stopping:
     return Stopping(planned=False, deadline_s=fleet.listened_s)
 
 
-def finish(transition: Transition, phase: Finishing) -> None:
+def finish_run(transition: Transition, phase: Finishing) -> None:
     """Wait until the scripts of those who left have ended; rank 0's may take its time, and then the others are bounded.
 
     If rank 0 was killed, the others go on, to the script's next training it may be.
     """
     dismiss_rest(transition)
     if transition.is_tick:
-        _miss_nobody(transition)
+        _expect_no_unreachable(transition)
     fleet = transition.fleet
     waiting = fleet.workers.unfinished > 0
     if waiting and (fleet.members[0] in fleet.workers or (not fleet.script.main_ended and _is_anybody_heard(fleet))):
@@ -283,7 +289,7 @@ def finish(transition: Transition, phase: Finishing) -> None:
         is_cut_short = wish is not None and job is not None and done < job.steps
         of = f" in training {fleet.training + 1} of the script" if fleet.script.trainings else ""
         words = (f"{done} steps done{of}", wish if wish is not None and is_cut_short else "")
-        transition.end(0, ": ".join(filter(None, words)))
+        transition.end_run(0, ": ".join(filter(None, words)))
 
 
 def dismiss_rest(transition: Transition) -> None:
@@ -305,7 +311,7 @@ def _waits_for_others(transition: Transition, phase: Finishing) -> bool:
             transition.update(phase=replace(phase, orphaned_s=since_s))
             transition.notice("all workers were lost behind the loop: others run the script to its end", warning=True)
         return True
-    transition.end(
+    transition.end_run(
         1,
         f"{steps_made(fleet)} steps are done, and all workers were lost before the script came to its end. Start the "
         "same command again: it goes on behind what checkpoints= has kept.",
@@ -322,7 +328,7 @@ def _is_anybody_heard(fleet: Fleet) -> bool:
     )
 
 
-def _miss_nobody(transition: Transition) -> None:
+def _expect_no_unreachable(transition: Transition) -> None:
     """Whoever left and is out of sight for long has no more to say that the run needs."""
     fleet = transition.fleet
     for name, worker in fleet.workers.items():
@@ -331,7 +337,7 @@ def _miss_nobody(transition: Transition) -> None:
         )
         if worker.standing is WorkerStatus.LEFT and unheard_s > return_patience_s(fleet):
             transition.notice(f"worker {name} is out of sight, so the outcome of its script is unknown", warning=True)
-            transition.forget(name)
+            transition.forget_worker(name)
             # Perhaps it has ended; nobody waits to learn it.
             transition.update(script=changed(fleet.script, ended=True))
 

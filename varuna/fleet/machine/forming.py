@@ -14,10 +14,10 @@ from varuna.core.sums import MicroBatchLoss, remainder_of_stored
 from varuna.fleet.machine import backoff, placement
 from varuna.fleet.machine.choosing import plan_and_workers
 from varuna.fleet.machine.commit import begin_recording
-from varuna.fleet.machine.keepers import keepers
-from varuna.fleet.machine.leases import begin_progress, lose_aside, waits_for_return
+from varuna.fleet.machine.copy_holders import copy_holders
+from varuna.fleet.machine.leases import awaits_return, begin_progress, drop_unreachable
 from varuna.fleet.machine.recall import in_memory, still_needed
-from varuna.fleet.machine.salvage import in_whole_replica, losses_of, salvage, sums_moved
+from varuna.fleet.machine.salvage import is_in_whole_replica, losses_of, salvage, sums_moved
 from varuna.fleet.machine.standstill import because
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Blocked, Obstacle, Rejected
@@ -49,7 +49,7 @@ class _Origin:
         return self.holdings is None or self.in_memory
 
 
-def form(transition: Transition, phase: Idle) -> None:
+def start_generation(transition: Transition, phase: Idle) -> None:
     """Start the next generation as soon as its workers, state and plan are there."""
     if not _joined(transition.fleet):
         is_coming = transition.fleet.is_starting or (
@@ -96,9 +96,9 @@ def _wait(transition: Transition, phase: Idle, blocked: Blocked) -> None:
         _end_as_asked(transition, fleet.requests.finish, blocked)
     elif not (fleet.more_to_come or (fleet.config.replace and fleet.resting)):
         text = f"{blocked.text} left{because(fleet)}, and none are starting"
-        transition.end(exit_code, blocked.text if no_plan else text)
+        transition.end_run(exit_code, blocked.text if no_plan else text)
     elif transition.now_s >= phase.since_s + patience_s:
-        transition.end(exit_code, f"{blocked.text} (waited {patience_s:.0f} s for starting workers)")
+        transition.end_run(exit_code, f"{blocked.text} (waited {patience_s:.0f} s for starting workers)")
     elif phase.blocked != blocked:
         transition.update(phase=replace(phase, blocked=blocked))
         if fleet.history or no_plan:
@@ -134,7 +134,7 @@ def _end_as_asked(transition: Transition, wish: str, blocked: Blocked) -> None:
     unsaved = fleet.recorded.step + 1 - saved_step if fleet.history else 0
     if unsaved > 0:
         text += f". {unsaved} steps are in no checkpoint; the same command repeats them"
-    transition.end(int(unsaved > 0), text)
+    transition.end_run(int(unsaved > 0), text)
 
 
 def _try_form(transition: Transition, phase: Idle, live: tuple[str, ...]) -> None:
@@ -144,10 +144,10 @@ def _try_form(transition: Transition, phase: Idle, live: tuple[str, ...]) -> Non
         UnansweredError: the checkpoint is being looked for, or the plan is being made.
     """
     fleet, job = transition.fleet, _job(transition)
-    if fleet.generations.futile and backoff.waits(transition, phase, live):
+    if fleet.generations.failed and backoff.waits(transition, phase, live):
         match transition.fleet.phase:
             case Idle(blocked=Blocked() as blocked) if (
-                fleet.requests.finish is not None and transition.fleet.generations.futile >= backoff.MANY
+                fleet.requests.finish is not None and transition.fleet.generations.failed >= backoff.MANY
             ):
                 _end_as_asked(transition, fleet.requests.finish, blocked)
             case _:
@@ -157,7 +157,7 @@ def _try_form(transition: Transition, phase: Idle, live: tuple[str, ...]) -> Non
     lost = placement.uncovered(len(job.model.sections), holdings)
     if lost and fleet.history and fleet.more_to_come and _just_joined(fleet, transition.now_s):
         return  # nobody's state is kept waiting: whoever comes in the same moment is taken in too
-    if lost and waits_for_return(transition, phase):
+    if lost and awaits_return(transition, phase):
         return
     if phase.rejected is not None and phase.rejected.workers == live:
         _wait(transition, phase, Blocked(Obstacle.NO_PLAN, phase.rejected.text))
@@ -240,7 +240,7 @@ def _start(
         usable,
         key=lambda name: (
             not fleet.is_member(name),
-            broken and not in_whole_replica(fleet, name),
+            broken and not is_in_whole_replica(fleet, name),
             fleet.rank_of(name) or 0,
         ),
     )
@@ -308,7 +308,9 @@ def _start(
         steps_redone=max(0, undone) + phase.in_flight,
         kept_micro_batches=left.kept if left is not None else 0,
         remainder=left,
-        keepers=keepers(plan, [fleet.workers[name].node for name in members[: plan.workers]], regions[: plan.workers]),
+        keepers=copy_holders(
+            plan, [fleet.workers[name].node for name in members[: plan.workers]], regions[: plan.workers]
+        ),
         moved_sections=len(moves),
         rollback=rollback,
         losses_per_hour=fleet.loss_rate.planned_per_hour,
@@ -317,7 +319,7 @@ def _start(
         memory_steps=needed,
     )
     _keep_micro_batch(transition, plan)
-    lose_aside(transition)
+    drop_unreachable(transition)
     transition.update(
         phase=Running(began_s=fleet.listened_s),
         **begin_progress(transition.fleet, record),

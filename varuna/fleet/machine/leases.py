@@ -65,8 +65,8 @@ def note_tick(transition: Transition, deaf_s: float) -> None:
     _note(transition, ticked_s=transition.now_s, is_alone=is_alone, listened_s=fleet.listened_s + heard_s)
     if is_alone:
         unheard_s = transition.now_s - fleet.contacts.heard_s
-        if not fleet.contacts.told_alone and unheard_s > fleet.config.lease_s and not deaf_s:
-            _note(transition, told_alone=True)
+        if not fleet.contacts.isolation_reported and unheard_s > fleet.config.lease_s and not deaf_s:
+            _note(transition, isolation_reported=True)
             transition.notice(
                 f"no machine has been heard for {unheard_s:.0f} s: either this manager is cut off, or all of them "
                 "are gone. No worker is given up before a machine is heard",
@@ -79,7 +79,7 @@ def note_tick(transition: Transition, deaf_s: float) -> None:
 def _begin_anew(transition: Transition) -> None:
     """Somebody is back in contact: each of the others has a whole lease to come back."""
     fleet = transition.fleet
-    if fleet.contacts.told_alone:
+    if fleet.contacts.isolation_reported:
         transition.notice("machines are back in contact")
     now_s = fleet.listened_s
     heard = {node: NodeContact(heard_s=now_s, told=sight.told) for node, sight in fleet.contacts.nodes.items()}
@@ -87,7 +87,7 @@ def _begin_anew(transition: Transition) -> None:
     _note(
         transition,
         is_alone=False,
-        told_alone=False,
+        isolation_reported=False,
         regained_s=now_s,
         nodes=PersistentMap(heard),
         hidden=PersistentMap(),
@@ -96,7 +96,7 @@ def _begin_anew(transition: Transition) -> None:
     )
 
 
-def hear(transition: Transition, node: str) -> None:
+def record_contact(transition: Transition, node: str) -> None:
     """Note that something came from a machine; after a silence its workers get a whole lease to be heard, too."""
     fleet = transition.fleet
     if not fleet.config.elastic:
@@ -116,7 +116,7 @@ def hear(transition: Transition, node: str) -> None:
         if is_back:
             transition.update_worker(name, seen_s=now_s)
         elif now_s - fleet.seen_s(fleet.workers[name]) > fleet.config.suspect_lease_s:
-            transition.watch(name)
+            transition.watch_worker(name)
     if sight is not None and sight.told:
         transition.notice(f"node {node} is back in contact")
     if node in contacts.hidden:
@@ -132,11 +132,11 @@ def hear_all(transition: Transition, nodes: Iterable[str], workers: Iterable[str
         if _is_heard_all_the_time(transition.fleet, node):
             usual.append(node)
         else:
-            hear(transition, node)
+            record_contact(transition, node)
     known = [name for name in workers if name in transition.fleet.workers]  # the lost are not heard any more
     for name in known:
         if transition.fleet.workers[name].standing is WorkerStatus.UNREACHABLE:
-            take_back(transition, name)
+            readmit_worker(transition, name)
     fleet, contacts, now_s = transition.fleet, transition.fleet.contacts, transition.fleet.listened_s
     if usual:
         heard = contacts.nodes.with_values(dict.fromkeys(usual, NodeContact(heard_s=now_s)))
@@ -202,7 +202,7 @@ def begin_progress(fleet: Fleet, record: GenerationRecord) -> dict[str, object]:
                 seated=record.has_seat(worker.name),
                 seen_s=fleet.seen_s(worker),
                 compute_s=None,
-                fair_s=None,
+                speed_adjusted_s=None,
                 evidence=NO_EVIDENCE,
                 lead=NO_EVIDENCE,
                 recent_s=(),
@@ -237,7 +237,7 @@ def is_gone(fleet: Fleet, worker: Worker) -> bool:
     return suspected and fleet.is_parted(worker.node)
 
 
-def look_around(transition: Transition) -> None:
+def check_reachability(transition: Transition) -> None:
     """Say who is out of sight, and put those aside without whom the others cannot go on.
 
     Machines out of sight are looked at when what they mean may have changed: more of them are, another phase or
@@ -308,7 +308,7 @@ def _judge_running(transition: Transition, phase: Running, away: list[Worker]) -
     spares = [worker for worker in away if worker.name not in names]
     for worker in spares:
         if fleet.unheard_s(worker.node) > fleet.config.return_s:
-            transition.lose(worker.name, f"was out of sight for {fleet.config.return_s:.0f} s", kill=True)
+            transition.lose_worker(worker.name, f"was out of sight for {fleet.config.return_s:.0f} s", kill=True)
     if not missed:
         due_s = (fleet.config.return_s - fleet.unheard_s(worker.node) for worker in spares)
         return fleet.listened_s + min((each_s for each_s in due_s if each_s >= 0), default=float("inf"))
@@ -396,7 +396,7 @@ def _nodes(workers: Iterable[Worker]) -> str:
     return f"node{'s' * (len(nodes) > 1)} {' and '.join(nodes)} {'are' if len(nodes) > 1 else 'is'}"
 
 
-def take_back(transition: Transition, name: str) -> None:
+def readmit_worker(transition: Transition, name: str) -> None:
     """Take back a worker that was put aside, if nothing was written down without it yet."""
     fleet, phase = transition.fleet, transition.fleet.phase
     holding = None if fleet.is_member(name) else WorkerInventory()
@@ -409,7 +409,7 @@ def take_back(transition: Transition, name: str) -> None:
         transition.send(name, Hold(generation=fleet.generation))
 
 
-def waits_for_return(transition: Transition, phase: Stopping | Idle) -> bool:
+def awaits_return(transition: Transition, phase: Stopping | Idle) -> bool:
     """Whether those who were put aside may hold the state that nobody else does, and may still come back."""
     fleet = transition.fleet
     if not fleet.history or fleet.job is None:
@@ -455,9 +455,9 @@ def _is_aside(worker: Worker) -> bool:
     return worker.standing is WorkerStatus.UNREACHABLE
 
 
-def lose_aside(transition: Transition) -> None:
+def drop_unreachable(transition: Transition) -> None:
     """Lose workers that are still out of sight, since the next generation is about to be written down without them."""
     if transition.fleet.workers.count(WorkerStatus.UNREACHABLE):
         for worker in list(transition.fleet.workers.values()):
             if _is_aside(worker):
-                transition.lose(worker.name, "was out of sight when the run continued", kill=True)
+                transition.lose_worker(worker.name, "was out of sight when the run continued", kill=True)

@@ -136,7 +136,7 @@ def _seat_alike(
     }
     for rank in range(plan.workers):
         if rank not in seating.seats:
-            order = queues[wanted_class[plan.slot_of(rank)]].take(rank)
+            order = queues[wanted_class[plan.slot_of(rank)]].take_seat(rank)
             seating.sit(rank, standing.pop(order).name)
     return tuple(seating.seats[rank] for rank in range(plan.workers))
 
@@ -232,8 +232,8 @@ class _Queue:
             by_zone.setdefault(seating.zones[worker], {})[order] = worker
         self._zones = {zone: _Crowds(workers, seating.nodes) for zone, workers in by_zone.items()}
 
-    def take(self, rank: int) -> int:
-        """The order of one whose node, or else whose zone, is beside the seat, else of the fullest zone and node."""
+    def take_seat(self, rank: int) -> int:
+        """Take one whose node, or else whose zone, is beside the seat, else of the fullest zone and node."""
         seating, nodes = self._seating, self._seating.beside(rank, self._seating.nodes)
         for crowds in self._zones.values():
             if (order := crowds.take_beside(nodes)) is not None:

@@ -14,11 +14,11 @@ from varuna.core.sharded_optimizer import holders_of
 from varuna.fleet.machine.choosing import ABOUT, can_seat, dealt_plan, is_faster, plan_for, plan_to_come
 from varuna.fleet.machine.commit import stop_generation
 from varuna.fleet.machine.preemption import Way, leavers, note_replaced, way_out
-from varuna.fleet.machine.salvage import worth_breaking_off_s
+from varuna.fleet.machine.salvage import break_off_limit_s
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import EndCause, Ending
 from varuna.fleet.state.fleet import Fleet
-from varuna.fleet.state.morph_gain import weigh
+from varuna.fleet.state.morph_gain import estimate_morph
 from varuna.fleet.state.phases import Running
 from varuna.fleet.state.questions import Planned, UnansweredError, Unplannable
 from varuna.fleet.state.run_events import Answered
@@ -236,7 +236,7 @@ def _consider_newcomers(transition: Transition, phase: Running) -> None:
     running = fleet.record.plan.model_copy(update={"step_s": answer.running_s})
     known = answer if isinstance(answer, Planned) else Planned(running, answer.running_s)
     plan = plan_to_come(fleet, known)
-    weighing = weigh(
+    weighing = estimate_morph(
         running,
         plan,
         computing_s=fleet.recorded.wall_s * _steps_before_change(transition),
@@ -246,7 +246,7 @@ def _consider_newcomers(transition: Transition, phase: Running) -> None:
     named = [name for name in newcomers if not fleet.is_member(name)] or newcomers
     who = f"worker{'s' * (len(named) > 1)} {' and '.join(named)}"
     if weighing.is_worth(fleet.config.min_gain):
-        left_s = worth_breaking_off_s(fleet, plan, weighing.faster, transition.now_s)
+        left_s = break_off_limit_s(fleet, plan, weighing.faster, transition.now_s)
         if left_s is None:
             transition.notice(f"{who} will be admitted: {weighing}")
             _regroup(transition, f"{who} joined")

@@ -157,7 +157,7 @@ def hand_over_s(fleet: Fleet) -> float:
     return action_s + _SLOWER * (moving_s + sums_s(job, plan, fleet.speeds.link_bytes_per_s))
 
 
-def release(transition: Transition) -> None:
+def release_leaving(transition: Transition) -> None:
     """Dismiss workers of leaving nodes once nobody needs them: they are neither in the grid nor sources of a morph."""
     for node in transition.fleet.machines.departing:
         fleet = transition.fleet
@@ -169,7 +169,7 @@ def release(transition: Transition) -> None:
                 transition.send(worker.name, Finish())
                 transition.update_worker(worker.name, standing=WorkerStatus.DISMISSED)
                 if not fleet.config.replace:
-                    transition.want(-1)
+                    transition.want_workers(-1)
         departing = transition.fleet.machines.departing
         if not departing[node].released:
             _note(transition, departing={**departing, node: replace(departing[node], released=True)})

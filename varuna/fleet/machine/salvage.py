@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from varuna.core.messages import Transfer
 from varuna.core.plan import Plan
-from varuna.core.sums import MicroBatchLoss, RemainingWork, Spans, SumLocation, SumsAt, count, remainder, spans_of
+from varuna.core.sums import IndexSet, MicroBatchLoss, RemainingWork, SumLocation, SumsAt, count, remainder, spans_of
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.morph_gain import LINK_BYTES_PER_S, sums_s
 from varuna.fleet.state.run_events import GenerationRecord
@@ -87,14 +87,14 @@ def _sums(holding: WorkerInventory, rank: int, plan: Plan, next_step: int) -> Ma
     sums = holding.sums
     if sums is None or holding.next_step != next_step or sums.micro_batch != plan.micro_batch:
         return {}
-    found: defaultdict[int, dict[SumLocation, Spans]] = defaultdict(dict)
+    found: defaultdict[int, dict[SumLocation, IndexSet]] = defaultdict(dict)
     for copied, parts in ((False, sums.sections), (True, sums.copies)):
         for each in parts:
             found[each.section][SumLocation(rank, copied)] = each.micro_batches
     return found
 
 
-def in_whole_replica(fleet: Fleet, name: str) -> bool:
+def is_in_whole_replica(fleet: Fleet, name: str) -> bool:
     """Whether all stages of a worker's replica are left, so that their sums have the same micro-batches."""
     if not fleet.history or not fleet.record.has_seat(name):
         return False
@@ -123,7 +123,7 @@ def share_of_step(record: GenerationRecord) -> float:
     return longest(map(count, left.work)) / longest(plan.shares)
 
 
-def worth_breaking_off_s(fleet: Fleet, plan: Plan, faster: float, now_s: float) -> float | None:
+def break_off_limit_s(fleet: Fleet, plan: Plan, faster: float, now_s: float) -> float | None:
     """Seconds that the step in flight still takes, if a planned morph does not wait for its end; None: it does.
 
     It does not where the rest of the step is so much faster by the new plan that this clearly exceeds what only a morph

@@ -42,7 +42,7 @@ def part(transition: Transition) -> None:
         node, other = found
         for name in transition.fleet.workers.on(node):
             if transition.fleet.workers[name].is_joined:
-                transition.lose(name, f"cannot reach node {other}, though both are heard", kill=True, rests=True)
+                transition.lose_worker(name, f"cannot reach node {other}, though both are heard", kill=True, rests=True)
         transition.notice(
             f"nothing gets through between nodes {node} and {other}, though both are heard: node {node} is left out "
             "for a minute, then twice as long each time. Look for a firewall, a switch or a route between them",
@@ -50,8 +50,8 @@ def part(transition: Transition) -> None:
         )
 
 
-def forget(transition: Transition) -> None:
-    """A generation trains: whoever is in it reaches the others."""
+def forget_links(transition: Transition) -> None:
+    """Forget silent links, since a generation trains: all in it reach each other."""
     if transition.fleet.machines.silences:
         transition.update(machines=changed(transition.fleet.machines, silences={}))
 

@@ -66,9 +66,11 @@ def note_beat(transition: Transition, name: str, beat: Beat) -> None:
         known_s = _comparable_s(fleet, rank)
         if known_s is None:
             return
-        fair_s = compute_s * fleet.speed_of(name) / known_s
-        ratio = slower_than_peers(fair_s, _exchange(transition, _circle_of(plan, rank), worker.fair_s, fair_s))
-        transition.update_worker(name, compute_s=compute_s, fair_s=fair_s, recent_s=recent_s)
+        speed_adjusted_s = compute_s * fleet.speed_of(name) / known_s
+        ratio = slower_than_peers(
+            speed_adjusted_s, _exchange(transition, _circle_of(plan, rank), worker.speed_adjusted_s, speed_adjusted_s)
+        )
+        transition.update_worker(name, compute_s=compute_s, speed_adjusted_s=speed_adjusted_s, recent_s=recent_s)
     else:
         transition.update_worker(name, compute_s=compute_s, recent_s=recent_s)
         ratio = slower_than_predicted(rank, _fair_s(transition.fleet), fleet.speeds.expected_s)
@@ -150,17 +152,17 @@ def _judge(transition: Transition, name: str, ratio: float) -> None:
             for each, at in peers.items()
             if (told := fleet.workers[each].recent_s) and (known_s := _comparable_s(fleet, at))
         }
-        fair_s = [seconds * fleet.speed_of(each) for each, seconds in usual.items() if each != name]
-        if not fair_s:  # its peers have just left
+        speed_adjusted_s = [seconds * fleet.speed_of(each) for each, seconds in usual.items() if each != name]
+        if not speed_adjusted_s:  # its peers have just left
             return
-        found = {name: min(1.0, median(fair_s) / usual[name])}
+        found = {name: min(1.0, median(speed_adjusted_s) / usual[name])}
         if ratio < 1:
             # The very fastest may be so by chance; what several fast ones take in the middle is not.
             fast_s = [seconds for seconds in usual.values() if seconds * _FULL_SPEED <= min(usual.values())]
             found = {each: median(fast_s) / seconds for each, seconds in usual.items()} | found
         _note(transition, compute_s=(*fleet.speeds.compute_s[:circle], (), *fleet.speeds.compute_s[circle + 1 :]))
         for each in peers:
-            transition.update_worker(each, fair_s=None)
+            transition.update_worker(each, speed_adjusted_s=None)
     for each, speed in sorted(found.items()):
         transition.update_worker(each, evidence=NO_EVIDENCE, lead=NO_EVIDENCE)
         _note_speed(transition, each, _told(speed), 1 / speed)

@@ -32,11 +32,11 @@ class Transition:
         workers = self.fleet.workers
         self.update(workers=workers.with_worker(changed(workers[name], **changes)))
 
-    def want(self, more: int) -> None:
+    def want_workers(self, more: int) -> None:
         """Let so many more workers exist; with a negative number, fewer."""
         self.update(starts=self.fleet.starts.with_more(more))
 
-    def forget(self, name: str) -> Worker:
+    def forget_worker(self, name: str) -> Worker:
         """Remove a worker: whatever it says from now on is ignored."""
         worker = self.fleet.workers[name]
         self.update(workers=self.fleet.workers.without(name))
@@ -48,7 +48,7 @@ class Transition:
         """Forget a machine out of sight that has no workers any more."""
         self.update(contacts=self.fleet.contacts.without(node))
 
-    def watch(self, name: str) -> None:
+    def watch_worker(self, name: str) -> None:
         """Look at a worker now and at each tick, until there is nothing unusual about it."""
         self.touched.add(name)
         contacts = self.fleet.contacts
@@ -93,7 +93,7 @@ class Transition:
         if asked is None or asked.number != number:
             return
         if isinstance(answer, Unusable):
-            self.end(answer.exit_code, answer.text)
+            self.end_run(answer.exit_code, answer.text)
             return
         self.update(questions=self.fleet.questions.with_answer(question, answer))
 
@@ -115,31 +115,31 @@ class Transition:
         """Log and show a sentence."""
         self.publish(Notice(text=text, warning=warning, departs=departs))
 
-    def lose(self, name: str, what: str, *, kill: bool = False, rests: bool = False) -> None:
+    def lose_worker(self, name: str, what: str, *, kill: bool = False, rests: bool = False) -> None:
         """Remove a worker that is gone, or is made to go; ``what`` continues the sentence "worker w3 ..."."""
         cause = f"worker {name} {what}"
         if kill:
             self.instructions.append(Kill(name, rests))
         matters = self._matters(name)
         was_in = self.fleet.workers[name].standing in (WorkerStatus.JOINED, WorkerStatus.UNREACHABLE)
-        worker = self.forget(name)
+        worker = self.forget_worker(name)
         fleet = self.fleet
         self.publish(WorkerLost(worker=name, rank=fleet.rank_of(name), cause=cause))
         if matters:
             self.note_cause(Ending.LOST, cause)
-            self.update(generations=self.fleet.generations.not_futile())
+            self.update(generations=self.fleet.generations.with_progress())
         if fleet.history and was_in:
             self.note_change()
             self._note_loss(noticed=worker.node in fleet.machines.departing)
         if fleet.is_member(name):
             self.hasten()
         if not fleet.config.replace:
-            self.want(-1)
+            self.want_workers(-1)
         elif worker.replacement and name not in fleet.resting:  # whose GPU waits longer each time
             starts = fleet.starts.failed(self.now_s, before_joining=worker.standing is WorkerStatus.STARTING)
             self.update(starts=starts)
             if starts.failures >= fleet.config.max_start_failures:
-                self.end(
+                self.end_run(
                     1,
                     f"{starts.failures} replacements in a row died before a step was committed. The last one: {cause}. "
                     "Look at its log; if it ran out of memory, use fewer workers per machine.",
@@ -148,15 +148,15 @@ class Transition:
     def do_without(self, name: str, reason: str) -> None:
         """Forget a worker that never had a seat; another one in its place would fail in the same way."""
         self.notice(reason, warning=True)
-        self.forget(name)
-        self.want(-1)
+        self.forget_worker(name)
+        self.want_workers(-1)
 
     def part_with(self, name: str) -> None:
         """Remove a worker that has ended as it should; at the run's end nobody needs to hear of each."""
         departure = self.fleet.machines.departing.get(self.fleet.workers[name].node)
         if departure is not None and not departure.is_drain and self.fleet.history:
             self._note_loss(noticed=True)
-        self.forget(name)
+        self.forget_worker(name)
         if not isinstance(self.fleet.phase, Finishing | Ended):
             self.publish(WorkerLeft(worker=name))
 
@@ -185,7 +185,7 @@ class Transition:
             case _:
                 return False
 
-    def end(self, exit_code: int, text: str, *, worker: str | None = None) -> None:
+    def end_run(self, exit_code: int, text: str, *, worker: str | None = None) -> None:
         """End the run, because of ``worker`` if one is to blame, and tell everybody who still listens."""
         if isinstance(self.fleet.phase, Ended):
             return

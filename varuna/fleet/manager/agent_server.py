@@ -140,7 +140,7 @@ class PulseGatherer:
         self._post = post
         self._pulses: list[tuple[str, Mapping[str, Beat]]] = []
 
-    def hear(self, node: str, beats: Mapping[str, Beat]) -> None:
+    def add_pulse(self, node: str, beats: Mapping[str, Beat]) -> None:
         """Pass an agent's pulse on, within 50 ms."""
         if not self._pulses:
             asyncio.get_running_loop().call_later(_GATHER_S, self._pass_on)
@@ -377,7 +377,7 @@ class AgentServer:
             snapshots = greet.snapshots if greet.run in ("", self._run) else ()
             link.workers = {snapshot.worker for snapshot in snapshots if snapshot.exited is None}
             for worker in link.workers:
-                self._logs.begin(worker)
+                self._logs.begin_log(worker)
             self._pulses.post(Reconciliation(node, snapshots))
             if greet.relay is not None:
                 self._tries.add(task := asyncio.create_task(_try_port(node, greet.relay)))
@@ -439,12 +439,12 @@ class AgentServer:
         match frame:
             case Pulse(asks=asks, beats=beats, clock_s=clock_s, host=host):
                 if clock_s is not None:
-                    link.host.take(clock_s - time.time(), host)
+                    link.host.note_pulse(clock_s - time.time(), host)
                 if asks:
                     connection.say(PulseAnswer(received=link.session.received))
                 for worker in beats:
                     check_belongs(link.node, worker)
-                self._pulses.hear(link.node, link.beats.restore(beats))
+                self._pulses.add_pulse(link.node, link.beats.restore(beats))
             case UpItem(number=number, body=body):
                 if link.session.accept(number):
                     self._note(link, body)
@@ -459,7 +459,7 @@ class AgentServer:
         match body:
             case Started(worker=worker):
                 link.workers.add(worker)
-                self._logs.begin(worker)
+                self._logs.begin_log(worker)
                 self._pulses.post(WorkerSpawned(worker, node=link.node))
             case Said(worker=worker, message=message):
                 check_speaker(worker, message)

@@ -35,7 +35,7 @@ class BudgetKeeper:
         self._saving_s = saving_s
         self._tried_saving = self._has_cut = False
 
-    def take(self, event: RunEvent, now_s: float) -> None:
+    def add_event(self, event: RunEvent, now_s: float) -> None:
         """Note an event: from a step to its checkpoint is what saving takes."""
         match event:
             case StepRecorded(step=step):
@@ -47,7 +47,7 @@ class BudgetKeeper:
             case _:
                 pass
 
-    def look(self, fleet: Fleet, now_s: float) -> list[Posted]:
+    def wanted_now(self, fleet: Fleet, now_s: float) -> list[Posted]:
         """Return what the budget asks for now, by the clock of the fleet."""
         budget = self._chronicle.budget
         if budget is None or isinstance(fleet.phase, Ended) or self._has_cut or now_s < self._looked_s + _LOOK_S:

@@ -28,7 +28,7 @@ from varuna.fleet.feedback.refine import costs_of, predicted, refine
 from varuna.fleet.machine.choosing import with_slow_ones
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested, Recalibrated
-from varuna.fleet.state.morph_gain import MorphEstimate, weigh
+from varuna.fleet.state.morph_gain import MorphEstimate, estimate_morph
 from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import RunPlanner, with_options
@@ -107,7 +107,7 @@ class Calibrator:
         self._favoured_s: float | None = None  # since when a plan with fewer holders is better
         self._doubts_s, self._patience_s = float("inf"), FORGETS_S  # when measured networks are doubted
         for each in offered:
-            self.take(each)
+            self.add_offered(each)
 
     def plan(self, job: JobFacts, workers: WorkerGroups, micro_batch: int | None) -> Plan:
         """The best plan that is known; a ``Planner``."""
@@ -121,8 +121,8 @@ class Calibrator:
                 micro_batch = self._plan(job, grown, None, self.calibrations).micro_batch
         return self._plan(job, workers, micro_batch, self.calibrations)
 
-    def take(self, offered: str) -> None:
-        """A worker that joins tells what it plans from, or has measured; the first of each class of devices counts.
+    def add_offered(self, offered: str) -> None:
+        """Add what a joining worker plans from, or has measured; the first of each class of devices counts.
 
         What is no calibration is passed over: a worker of another version may have sent it.
         """
@@ -164,7 +164,7 @@ class Calibrator:
             return known
         return offered if offered is not None and offered.first.section_count == len(job.model.sections) else known
 
-    def begin(self, job: JobFacts, record: GenerationRecord) -> list[Recalibrated | Notice]:
+    def begin_generation(self, job: JobFacts, record: GenerationRecord) -> list[Recalibrated | Notice]:
         """A generation begins, or more was learned: what its stages should take, if that is known."""
         if self.calibrations is None:
             return []
@@ -206,8 +206,8 @@ class Calibrator:
         """With what the job's options change."""
         return calibrations if self._job is None else with_options(calibrations, self._job)
 
-    def hear(self, fleet: Fleet, worker: str, beat: Beat, now_s: float) -> list[Told]:
-        """A worker told what its steps took; what follows from that, if anything."""
+    def learn_from_beat(self, fleet: Fleet, worker: str, beat: Beat, now_s: float) -> list[Told]:
+        """Add the times of a worker's steps; return what follows from them, if anything."""
         rank = fleet.rank_of(worker)
         if beat.times is None or fleet.job is None or beat.generation != fleet.generation or rank is None:
             return []
@@ -233,8 +233,8 @@ class Calibrator:
         self._due_steps = 2 * steps
         return self._learn(fleet, fleet.job, fleet.record.plan, stages, now_s)
 
-    def finish(self, plan: Plan) -> None:
-        """The run is over: a short one leaves what it has."""
+    def finish_run(self, plan: Plan) -> None:
+        """Keep what a short run has measured, since it is over."""
         stages = self._stages(plan)
         if self.calibrations is None and stages and self._job is not None:
             refined = self._refined(_nominal(self._job), plan)
@@ -344,7 +344,7 @@ class Calibrator:
         best = self._best(fleet, job)
         if best is None:
             return plan, None
-        weighing = weigh(
+        weighing = estimate_morph(
             plan.model_copy(update={"step_s": self.predicted_s(plan)}),
             best,
             computing_s=min(

@@ -122,8 +122,8 @@ class CheckpointCoordinator:
         keeper = self._keeper
         return None if keeper is None or self._is_rescue else keeper.gathered
 
-    def begin(self, record: GenerationRecord) -> None:
-        """A generation starts, which its manifests will name."""
+    def begin_generation(self, record: GenerationRecord) -> None:
+        """Note the generation that manifests will name."""
         if self._keeper is not None:
             self._keeper.begin(record.generation, record.plan, first_step=record.first_step, rollback=record.rollback)
 
@@ -144,8 +144,8 @@ class CheckpointCoordinator:
         if self._keeper is not None:
             self._keeper.collect(shard)
 
-    def complain(self, worker: str, reason: str) -> None:
-        """A checkpoint will lack a shard: said now and then, until another one is complete."""
+    def tell_missing_shard(self, worker: str, reason: str) -> None:
+        """Say now and then that a checkpoint will lack a shard, until another one is complete."""
         if self._keeper is None:
             return
         now_s, lasting = self._clock_s(), ""

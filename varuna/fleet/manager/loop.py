@@ -165,7 +165,7 @@ class Manager:
         finally:
             self._close_store()
             self._planning.close()
-            for event in self._mailbox.rest():  # what the keeper did and warned of at last
+            for event in self._mailbox.take_all():  # what the keeper did and warned of at last
                 if isinstance(event, Notice | CheckpointCommitted):
                     self._publish(event)
             if self._budget is not None:
@@ -191,14 +191,14 @@ class Manager:
                 self._tell_recorded(now_s)
                 self._keep_to_budget(now_s)
                 continue
-            if (event := self._mailbox.take(next_tick_s - now_s)) is not None:
+            if (event := self._mailbox.take_oldest(next_tick_s - now_s)) is not None:
                 self._take(event)
         return self.fleet.phase
 
     def _keep_to_budget(self, now_s: float) -> None:
         if self._budget is None:
             return
-        for event in self._budget.look(self.fleet, now_s):
+        for event in self._budget.wanted_now(self.fleet, now_s):
             self._take(event)
         if now_s >= self._accounted_s + _ACCOUNTS_S:
             self._accounted_s = now_s
@@ -221,7 +221,7 @@ class Manager:
         assert job is not None
         self._store.do(lambda: self._keeper.resume(job, history))
         self._hands.set_main(self.fleet.members[0])
-        self._meeting.begin(self.fleet.generation, self.fleet.members)
+        self._meeting.begin_generation(self.fleet.generation, self.fleet.members)
         where = f"generation {self.fleet.generation}, step {self.fleet.recorded.step + 1}"
         self._publish(Notice(text=f"the manager is back: {where}"))
 
@@ -267,7 +267,7 @@ class Manager:
                 if training > self.fleet.training:
                     self._early.append(calibration)
                 elif training == self.fleet.training and (calibrator := self._calibrator) is not None:
-                    self._planning.do(lambda: calibrator.take(calibration))  # before the plan is asked for
+                    self._planning.do(lambda: calibrator.add_offered(calibration))  # before the plan is asked for
                 self._handle(event)
             case MessageReceived(worker=name, message=Beat() as beat):
                 self._handle(event)
@@ -289,14 +289,14 @@ class Manager:
     def _introduce(self, worker: str, message: Offered | Sought) -> None:
         """Members of the newest generation find each other."""
         try:
-            for name, found in self._meeting.hear(worker, message):
+            for name, found in self._meeting.answer_worker(worker, message):
                 self._hands.send(name, found)
         except ValueError as error:
             self._distrust(worker, str(error))
 
     def _share(self, worker: str, message: WorkSought | WorkOffered) -> None:
         """One worker does what all need, the others take it over."""
-        for name, found in self._shared_work.hear(worker, message, self.fleet.workers, time.monotonic()):
+        for name, found in self._shared_work.answer_worker(worker, message, self.fleet.workers, time.monotonic()):
             self._hands.send(name, found)
 
     def _distrust(self, worker: str, why: str) -> None:
@@ -310,9 +310,9 @@ class Manager:
             calibrator, fleet, now_s = self._calibrator, self.fleet, time.monotonic()
 
             def learn() -> None:
-                told = calibrator.hear(fleet, worker, beat, now_s)
+                told = calibrator.learn_from_beat(fleet, worker, beat, now_s)
                 if told and fleet.job is not None:
-                    self._mailbox.post_all(calibrator.begin(fleet.job, fleet.record))
+                    self._mailbox.post_all(calibrator.begin_generation(fleet.job, fleet.record))
                 self._mailbox.post_all(told)
 
             self._planning.do(learn)
@@ -368,7 +368,7 @@ class Manager:
             case Collect(shard=shard):
                 self._store.do(lambda: self._keeper.collect(shard))
             case Complain(worker=worker, reason=reason):
-                self._store.do(lambda: self._keeper.complain(worker, reason))
+                self._store.do(lambda: self._keeper.tell_missing_shard(worker, reason))
             case Publish(event=event):
                 self._publish(event)
             case Release(node=node, drained=drained):
@@ -393,10 +393,10 @@ class Manager:
         if isinstance(event, GenerationStarted):
             record = event.record
             self._secret = secrets.token_hex(32)
-            self._store.do(lambda: self._keeper.begin(record))
+            self._store.do(lambda: self._keeper.begin_generation(record))
             if (calibrator := self._calibrator) is not None and (job := self.fleet.job) is not None:
-                self._planning.do(lambda: self._mailbox.post_all(calibrator.begin(job, record)))
-            self._meeting.begin(event.record.generation, event.record.members)
+                self._planning.do(lambda: self._mailbox.post_all(calibrator.begin_generation(job, record)))
+            self._meeting.begin_generation(event.record.generation, event.record.members)
             self._hands.set_main(event.record.members[0])
         self._observer(event)
 

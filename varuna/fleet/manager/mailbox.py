@@ -79,8 +79,8 @@ class Mailbox:
         for event in events:
             self._queue.put(event)
 
-    def ask(self, event: Event, bound_s: float = _ASK_S) -> bool:
-        """Something that somebody wants; returns whether it is certain to be carried out, by this manager or the next.
+    def post_request(self, event: Event, bound_s: float = _ASK_S) -> bool:
+        """Post a request of a person or a cloud; return whether this manager or the next certainly carries it out.
 
         False if it was not taken down in time: it may be, later. Waits; not for the manager's own thread.
         """
@@ -96,15 +96,15 @@ class Mailbox:
         """Something that nobody foresaw ends the manager, as it would have on its own thread."""
         self._queue.put(Broken(error))
 
-    def take(self, timeout_s: float) -> Posted | None:
-        """The oldest thing; None if nothing comes in time."""
+    def take_oldest(self, timeout_s: float) -> Posted | None:
+        """Take the oldest thing; None if nothing comes in time."""
         try:
             return self._queue.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
-    def rest(self) -> list[Posted]:
-        """Everything that is there now."""
+    def take_all(self) -> list[Posted]:
+        """Take everything that is there now."""
         found = []
         while not self._queue.empty():
             found.append(self._queue.get())

@@ -18,7 +18,7 @@ from varuna.fleet.manager.prometheus import CONTENT_TYPE, exposition, scraper_to
 from varuna.fleet.manager.step_desk import StepRecorder
 from varuna.fleet.net.connection_limits import welcome
 from varuna.fleet.net.protocol import WORKER_NAME, WorkerName
-from varuna.fleet.net.requests import address_of, bearer, first_problem, read_body, same
+from varuna.fleet.net.requests import address_of, bearer, first_problem, is_same_token, read_body
 from varuna.fleet.page.answers import HEADERS, error, finite
 from varuna.fleet.page.live_feed import MOST_PAGES, LiveFeed
 from varuna.fleet.page.logins import Logins
@@ -158,11 +158,11 @@ class OperatorApi:
 
     def _may_scrape(self, request: Request) -> bool:
         """Prometheus's token reads the metrics, and nothing else."""
-        is_scraper = same(_token_of(request), scraper_token(self.operator_token))
+        is_scraper = is_same_token(_token_of(request), scraper_token(self.operator_token))
         return self._admits(request, is_known=is_scraper) or self._may_read(request)
 
     def _may_change(self, request: Request) -> bool:
-        return self._admits(request, is_known=same(_token_of(request), self.operator_token))
+        return self._admits(request, is_known=is_same_token(_token_of(request), self.operator_token))
 
     def _admits(self, request: Request, *, is_known: bool) -> bool:
         if is_known:

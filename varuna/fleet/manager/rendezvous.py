@@ -23,13 +23,13 @@ class Meeting:
         self._seekers: dict[str, list[str]] = {}
         self._seeking: dict[str, int] = {}  # keys that nobody has offered yet, by member
 
-    def begin(self, generation: int, members: Sequence[str]) -> None:
-        """A generation begins: nobody asks for what was offered in those before."""
+    def begin_generation(self, generation: int, members: Sequence[str]) -> None:
+        """Forget what was offered in the generations before."""
         self._generation, self._members = generation, frozenset(members)
         self._offers, self._offered_bytes, self._seekers, self._seeking = {}, {}, {}, {}
 
-    def hear(self, worker: str, message: Offered | Sought) -> list[tuple[str, Found]]:
-        """A worker offers or seeks something; returns whom to tell what. Workers that are not members now are ignored.
+    def answer_worker(self, worker: str, message: Offered | Sought) -> list[tuple[str, Found]]:
+        """Take what a worker offers or seeks; return whom to tell what. Workers that are not members now are ignored.
 
         Raises:
             ValueError: a member offers or seeks more than any needs, or in another one's place.

@@ -28,10 +28,10 @@ class SharedWork:
         self._found: dict[str, bytes] = {}  # empty: each worker has to do it
         self._underway: dict[str, _Underway] = {}
 
-    def hear(
+    def answer_worker(
         self, worker: str, message: WorkSought | WorkOffered, alive: Container[str], now_s: float
     ) -> list[tuple[str, WorkFound]]:
-        """A worker seeks something or offers it; returns whom to tell what.
+        """Take what a worker offers or seeks; return whom to tell what.
 
         Args:
             worker: who says it.

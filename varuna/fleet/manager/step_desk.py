@@ -1,15 +1,17 @@
 """The manager's desk for what people want to see of a run's steps: it asks the workers, and keeps what they tell."""
 
 import json
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+from varuna.core.clock_alignment import Alignment, align, receiver_of
 from varuna.core.messages import PROFILE_STEPS, ProfileSteps, Shown, ShowStep, StepShown, ToWorker
-from varuna.core.times import RankTimeline, StepTimeline
-from varuna.fleet.manager.step_split import split_waits
+from varuna.core.times import Interval, RankTimeline, StepTimeline
 from varuna.fleet.page.step_sheet import DeskAnswer, refusal
 from varuna.fleet.run_folder.timelines import kept_steps, read_timeline, write_timeline
 from varuna.fleet.state.run_events import (
@@ -22,6 +24,79 @@ from varuna.fleet.state.run_events import (
     WorkerLost,
 )
 from varuna.process.background_work import BackgroundWork
+
+
+class WaitSplit(NamedTuple):
+    """The waits of a step's stages, as means over the replicas."""
+
+    transfer_s: tuple[float, ...]
+    """By stage: while the message was on its way."""
+    idle_s: tuple[float, ...]
+    """By stage: for any other reason."""
+    uncertain_s: float
+    """Seconds by which a clock, and so the begin of a transfer, may be off; 0 where all ranks share one."""
+
+
+def split_waits(timeline: StepTimeline) -> WaitSplit | None:
+    """Split a step's waits into transfer and idle; None if a rank is missing or clocks cannot be brought together."""
+    plan, alignment = timeline.plan, align(timeline)
+    if len(timeline.ranks) < plan.workers or not math.isfinite(alignment.uncertain_s):
+        return None
+    made_s = _made(timeline, alignment)
+    transfer_s, idle_s, alike = [0.0] * plan.stages, [0.0] * plan.stages, plan.kinds[0][0]
+    for rank in timeline.ranks:
+        replica, stage = plan.place_of(rank.rank)
+        if replica not in alike:
+            continue
+        moved_s, waited_s = _waits(rank, made_s, rank.zero_s + alignment.added_s[rank.clock])
+        transfer_s[stage] += moved_s / len(alike)
+        idle_s[stage] += (waited_s - moved_s) / len(alike)
+    return WaitSplit(tuple(transfer_s), tuple(idle_s), alignment.uncertain_s)
+
+
+_Key = tuple[int, str, int]
+"""Rank that gets a message, its kind, and its micro-batch."""
+
+
+def _made(timeline: StepTimeline, alignment: Alignment) -> dict[_Key, float]:
+    """Return when each message was handed to its transport, by the aligned clock."""
+    found: dict[_Key, float] = {}
+    for rank in timeline.ranks:
+        add_s = rank.zero_s + alignment.added_s[rank.clock]
+        for sent in rank.sent:
+            found[receiver_of(timeline.plan, rank.rank, sent.kind), sent.kind, sent.micro_batch] = sent.begin_s + add_s
+    return found
+
+
+def _waits(rank: RankTimeline, made_s: dict[_Key, float], add_s: float) -> tuple[float, float]:
+    """Seconds of a rank's waits in which a message was on its way, and of all its waits."""
+    moved_s = waited_s = 0.0
+    order = _Order(rank.actions, rank.came)
+    for wait in rank.waits:
+        waited_s += wait.seconds
+        came = order.needed_after(wait)
+        made = None if came is None else made_s.get((rank.rank, came.kind, came.micro_batch))
+        if came is not None and made is not None:
+            moved_s += max(0.0, min(wait.end_s, came.end_s) - max(wait.begin_s, made - add_s))
+    return moved_s, waited_s
+
+
+class _Order:
+    """The messages for which a stage waited: each is that of the next action which needs one."""
+
+    def __init__(self, actions: Sequence[Interval], came: Sequence[Interval]) -> None:
+        self._actions, self._at = actions, 0
+        self._came = {(each.kind, each.micro_batch): each for each in came}
+
+    def needed_after(self, wait: Interval) -> Interval | None:
+        """Find a wait's message, asked for in order. A recomputation is begun for the backward pass that follows it."""
+        while self._at < len(self._actions) and self._actions[self._at].begin_s < wait.begin_s:
+            self._at += 1
+        following = self._actions[self._at] if self._at < len(self._actions) else None
+        if following is None or following.kind == "W":
+            return None
+        return self._came.get(("activation" if following.kind == "F" else "gradient", following.micro_batch))
+
 
 _LATE_S = 10.0
 """After the first worker has told of a step, the others have so long."""
@@ -101,7 +176,7 @@ class StepRecorder:
 
     # -- what happens, on the manager's thread ------------------------------------------------------------
 
-    def take(self, event: RunEvent, *, is_past: bool = False) -> None:
+    def add_event(self, event: RunEvent, *, is_past: bool = False) -> None:
         """Note an event of the run; one of an earlier manager asks nothing of workers."""
         with self._lock:
             match event:
@@ -128,8 +203,8 @@ class StepRecorder:
                         if profile.worker == worker and profile.failure is None and not whole:
                             profile.failure = f"its worker is gone: {cause}"
 
-    def hear(self, worker: str, shown: Shown) -> None:
-        """A worker has told something."""
+    def add_shown(self, worker: str, shown: Shown) -> None:
+        """Add what a worker has told."""
         with self._lock:
             if isinstance(shown, StepShown):
                 gathering = self._wanted.get(shown.step)

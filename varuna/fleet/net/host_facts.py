@@ -49,7 +49,7 @@ class HostFacts(Value):
     )
 
 
-def look(folder: Path) -> HostFacts:
+def look_at_host(folder: Path) -> HostFacts:
     """This machine, with the disks of an agent's ``folder`` and of temporary files; may take as long as a disk does."""
     places = {"the agent's folder and its workers' logs": folder, "temporary files": Path(tempfile.gettempdir())}
     disks: dict[int, DiskFacts] = {}
@@ -89,7 +89,7 @@ class HostWatch:
 
     def _stay(self) -> None:
         while not self._closed.is_set():
-            self.newest = look(self._folder)
+            self.newest = look_at_host(self._folder)
             self._closed.wait(_LOOK_S)
 
 
@@ -100,8 +100,8 @@ class HostView:
         self._ahead_s: deque[float] = deque(maxlen=_PULSES_KEPT)
         self._facts: HostFacts | None = None
 
-    def take(self, ahead_s: float, facts: HostFacts | None) -> None:
-        """A pulse came; when it arrived, the machine's clock had shown ``ahead_s`` more than this one's."""
+    def note_pulse(self, ahead_s: float, facts: HostFacts | None) -> None:
+        """Note a pulse; when it arrived, the machine's clock had shown ``ahead_s`` more than this one's."""
         self._ahead_s.append(ahead_s)
         self._facts = facts or self._facts
 

@@ -45,6 +45,6 @@ def bearer(header: str) -> str:
     return header.removeprefix("Bearer ").strip()
 
 
-def same(given: str, token: str) -> bool:
+def is_same_token(given: str, token: str) -> bool:
     """Compare without telling by the time it takes how much was right; an empty token opens nothing."""
     return bool(token) and secrets.compare_digest(given.encode(), token.encode())

@@ -50,7 +50,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="varuna-watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """The loop ends."""
+        """End the watch with the loop."""
         self._ended.set()
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -62,7 +62,7 @@ class Watchdog:
         while not self._ended.wait(self._every_s):
             ran_s = self._ran_s
             assert ran_s is not None
-            if said := self._standstill.look(ran_s, self._clock(), self._whereabouts):
+            if said := self._standstill.describe_last(ran_s, self._clock(), self._whereabouts):
                 self._say(said)
 
     def _whereabouts(self) -> str:
@@ -77,7 +77,7 @@ class Standstill:
         self._since_s: float | None = None  # since when the loop stands still
         self._culprit = ""
 
-    def look(self, ran_s: float, now_s: float, where: Callable[[], str]) -> str:
+    def describe_last(self, ran_s: float, now_s: float, where: Callable[[], str]) -> str:
         """Say who held the loop up, and for how long, once it runs again; else nothing.
 
         The second look finds out who holds it up: at the first one the whole process may just have woken up.

@@ -3,18 +3,18 @@
 import math
 import secrets
 import threading
-from collections import deque
+from collections import Counter, deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from varuna.core.times import RankTimes
 from varuna.fleet.machine.budget import Used
 from varuna.fleet.page.costs import Bill, Meter, shown, shown_budget
-from varuna.fleet.page.marks import MarkHistory
 from varuna.fleet.page.pace import StepPace
 from varuna.fleet.page.step_history import StepHistory, row
-from varuna.fleet.page.story import told
-from varuna.fleet.run_folder.past_events import PastStep, carried, events_and_steps
+from varuna.fleet.page.story import Mark, sentence_of
+from varuna.fleet.run_folder.past_events import PastStep, events_and_steps, used_before
 from varuna.fleet.state.account import Account
 from varuna.fleet.state.run_events import (
     Budgeted,
@@ -31,6 +31,85 @@ from varuna.fleet.state.run_events import (
     WaitsSplit,
     WorkerLost,
 )
+
+MOST_MARKS = 600
+MOST_BUCKETS = 600
+
+
+@dataclass(slots=True)
+class MarkBucket:
+    """Sentences of about the same time."""
+
+    began_s: float
+    ended_s: float
+    step: int | None
+    """Newest step at the end of it."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """By kind."""
+
+    def add_mark(self, mark: Mark) -> None:
+        """Note the next sentence."""
+        self.ended_s = max(self.ended_s, mark.time_s)
+        self.step = self.step if mark.step is None else mark.step
+        self.counts[mark.kind] += 1
+
+    def add(self, other: "MarkBucket") -> None:
+        """Note the sentences after these."""
+        self.ended_s = max(self.ended_s, other.ended_s)
+        self.step = self.step if other.step is None else other.step
+        self.counts += other.counts
+
+
+class MarkHistory:
+    """Sentences of a whole run.
+
+    Args:
+        most: newest ones that are kept one by one.
+        most_buckets: of older ones; when there are more, each bucket gets twice as long.
+    """
+
+    def __init__(self, most: int = MOST_MARKS, most_buckets: int = MOST_BUCKETS) -> None:
+        self._newest: deque[Mark] = deque()
+        self._most, self._most_buckets = most, most_buckets
+        self._older: list[MarkBucket] = []
+        self.width_s = 1.0
+        """Of a bucket."""
+
+    def add_mark(self, mark: Mark) -> None:
+        """Note a sentence."""
+        self._newest.append(mark)
+        if len(self._newest) <= self._most:
+            return
+        old = self._newest.popleft()
+        if not self._older or not self._belongs(self._older[-1], old.time_s):
+            self._older.append(MarkBucket(old.time_s, old.time_s, old.step))
+        self._older[-1].add_mark(old)
+        while len(self._older) > self._most_buckets:
+            self._widen()
+
+    def _belongs(self, bucket: MarkBucket, time_s: float) -> bool:
+        """A clock that was set back begins no new bucket."""
+        return time_s // self.width_s <= bucket.began_s // self.width_s
+
+    def _widen(self) -> None:
+        self.width_s *= 2
+        wide: list[MarkBucket] = []
+        for bucket in self._older:
+            if wide and self._belongs(wide[-1], bucket.began_s):
+                wide[-1].add(bucket)
+            else:
+                wide.append(bucket)
+        self._older = wide
+
+    def newest(self, most: int = MOST_MARKS) -> list[dict[str, object]]:
+        """The newest sentences, the oldest of them first."""
+        return [mark._asdict() for mark in list(self._newest)[-most:]]
+
+    def older(self) -> dict[str, object]:
+        """Return the marks before the newest ones, for a page: buckets as rows of begin, end, step and counts."""
+        rows = [[round(each.began_s, 2), round(each.ended_s, 2), each.step, dict(each.counts)] for each in self._older]
+        return {"width_s": self.width_s, "rows": rows}
+
 
 _MOST_BANDS = 1000
 _CHANGES_KEPT = 4096
@@ -50,8 +129,8 @@ class Waits:
         self._idle_s: list[float] = []
         self._uncertain_s = 0.0
 
-    def take(self, split: WaitsSplit) -> None:
-        """One more step was looked at; of an older generation nothing counts any more."""
+    def add_split(self, split: WaitsSplit) -> None:
+        """Add one more step; of an older generation nothing counts any more."""
         if self._newest is None or split.generation > self._newest.generation:
             self._looks, self._uncertain_s = 0, 0.0
             self._transfer_s, self._idle_s = [0.0] * len(split.transfer_s), [0.0] * len(split.idle_s)
@@ -122,12 +201,12 @@ class Chronicle:
         with self._lock:
             self._meter = Meter(before)
 
-    def take(self, event: RunEvent, time_s: float) -> None:
+    def add_event(self, event: RunEvent, time_s: float) -> None:
         """Note an event; ``time_s`` in seconds since 1970."""
         with self._lock:
             self._began_s = time_s if self._began_s is None else self._began_s
             self.newest_s = time_s
-            self._meter.take(event, time_s)
+            self._meter.add_event(event, time_s)
             self._note_failure(event)
             if isinstance(event, StepRecorded):
                 self._step(PastStep(event.step, time_s, event.loss, event.examples_per_s))
@@ -137,7 +216,7 @@ class Chronicle:
                     self._band(record, time_s)
                     if isinstance(event, GenerationStarted):
                         self.record = record
-                        self._pace.begin()
+                        self._pace.begin_generation()
                         if record.generation == record.began and record.first_step:
                             self._checkpoint = {"step": record.first_step, "time_s": round(time_s, 2), "resumed": True}
                             self._note("checkpoint", self._checkpoint)
@@ -147,7 +226,7 @@ class Chronicle:
                     self._timed = timed(event)
                     self._note("timed", self._timed)
                 case WaitsSplit():
-                    self._waits.take(event)
+                    self._waits.add_split(event)
                     self._note("waits", self._waits.describe())
                 case CheckpointCommitted(step=step):
                     self._checkpoint = {"step": step, "time_s": round(time_s, 2)}
@@ -157,8 +236,8 @@ class Chronicle:
                     self._note("ended", self._ended)
                 case _:
                     pass
-            if (mark := told(event, time_s, None if self._newest is None else self._newest.step)) is not None:
-                self._marks.take(mark)
+            if (mark := sentence_of(event, time_s, None if self._newest is None else self._newest.step)) is not None:
+                self._marks.add_mark(mark)
                 self._note("mark", mark._asdict())
 
     def _note_failure(self, event: RunEvent) -> None:
@@ -183,12 +262,12 @@ class Chronicle:
         Raises:
             UsageError: there is no run, or it is another version's.
         """
-        self.carry(carried(run_dir))
+        self.carry(used_before(run_dir))
         for time_s, event in events_and_steps(run_dir):
             if isinstance(event, PastStep):
                 self.take_step(event)
             else:
-                self.take(event, time_s)
+                self.add_event(event, time_s)
 
     def take_step(self, point: PastStep) -> None:
         """Note a committed step, as the journal has it."""
@@ -197,8 +276,8 @@ class Chronicle:
 
     def _step(self, point: PastStep) -> None:
         self._newest, self.newest_s = point, point.time_s
-        self._steps.take(point)
-        self._pace.take(point.step, point.time_s)
+        self._steps.add_point(point)
+        self._pace.add_step(point.step, point.time_s)
         self._meter.take_step(point)
         self._note("step", row(point))
 

@@ -82,13 +82,13 @@ class Meter:
         """Workers that are paid for now."""
         return self._here
 
-    def begin(self, time_s: float) -> None:
-        """The run starts, unless it has already; ``time_s`` in seconds since 1970."""
+    def begin_run(self, time_s: float) -> None:
+        """Start the run, unless it has started; ``time_s`` in seconds since 1970."""
         self._began_s = time_s if self._began_s is None else self._began_s
 
-    def take(self, event: RunEvent, time_s: float) -> None:
+    def add_event(self, event: RunEvent, time_s: float) -> None:
         """Note an event; ``time_s`` in seconds since 1970."""
-        self.begin(time_s)
+        self.begin_run(time_s)
         match event:
             case WorkerJoined(worker=worker):
                 self._go_on_to(time_s)

@@ -80,8 +80,8 @@ class LiveFeed:
         if self.pages:
             self._left.wait(_GOODBYE_S)
 
-    def count(self, change: int) -> None:
-        """A page came, or left."""
+    def count_pages(self, change: int) -> None:
+        """Count a page that came, or left."""
         self.pages += change
         if self.closing and not self.pages:
             self._left.set()
@@ -99,7 +99,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write until the page leaves, may not read any more, does not read, or the run's manager ends."""
         gone = asyncio.ensure_future(_gone(receive))
-        self._feed.count(1)
+        self._feed.count_pages(1)
         try:
             headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -108,7 +108,7 @@ class EventStream(Response):
             pass  # it does not read: the server closes a connection whose answer is not finished
         finally:
             gone.cancel()
-            self._feed.count(-1)
+            self._feed.count_pages(-1)
 
     async def _write_all(self, send: Send, gone: "asyncio.Future[None]") -> None:
         quiet_s = 0.0

@@ -13,11 +13,11 @@ class StepPace:
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
 
-    def begin(self) -> None:
-        """A generation begins: its steps take their own time."""
+    def begin_generation(self) -> None:
+        """Begin a generation: its steps take their own time."""
         self._steps.clear()
 
-    def take(self, step: int, time_s: float) -> None:
+    def add_step(self, step: int, time_s: float) -> None:
         """Note a committed step."""
         self._steps.append((step, time_s))
 

@@ -19,7 +19,7 @@ class Spread:
     total: float = 0.0
     count: int = 0
 
-    def take(self, value: float) -> None:
+    def add_number(self, value: float) -> None:
         """Note a number."""
         if math.isfinite(value):
             self.least, self.most = min(self.least, value), max(self.most, value)
@@ -47,11 +47,11 @@ class StepBucket:
     loss: Spread
     rate: Spread
 
-    def take(self, point: PastStep) -> None:
+    def add_point(self, point: PastStep) -> None:
         """Note the next step."""
         self.last, self.ended_s = point.step, point.time_s
-        self.loss.take(point.loss)
-        self.rate.take(point.examples_per_s)
+        self.loss.add_number(point.loss)
+        self.rate.add_number(point.examples_per_s)
 
     def add(self, other: "StepBucket") -> None:
         """Note the steps after these."""
@@ -75,7 +75,7 @@ class StepHistory:
         self._buckets: list[StepBucket] = []
         self._recent: deque[PastStep] = deque(maxlen=recent)
 
-    def take(self, point: PastStep) -> None:
+    def add_point(self, point: PastStep) -> None:
         """Note a committed step."""
         while self._recent and self._recent[-1].step >= point.step:
             self._recent.pop()
@@ -84,10 +84,10 @@ class StepHistory:
             self._buckets.pop()
         newest = self._buckets[-1] if self._buckets else None
         if newest is not None and newest.first // self.width == point.step // self.width:
-            newest.take(point)
+            newest.add_point(point)
             return
         bucket = StepBucket(point.step, point.step, point.time_s, point.time_s, Spread(), Spread())
-        bucket.take(point)
+        bucket.add_point(point)
         self._buckets.append(bucket)
         if len(self._buckets) > self._most:
             self._widen()

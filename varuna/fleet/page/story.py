@@ -49,8 +49,8 @@ class Mark(NamedTuple):
     """Newest step at that moment."""
 
 
-def told(event: RunEvent, time_s: float, step: int | None) -> Mark | None:
-    """Tell an event in a sentence, if there is one to tell; texts of workers are cut off after some lines."""
+def sentence_of(event: RunEvent, time_s: float, step: int | None) -> Mark | None:
+    """Return an event as a sentence, if there is one to tell; texts of workers are cut off after some lines."""
     found = _sentence(event)
     if found is None:
         return None

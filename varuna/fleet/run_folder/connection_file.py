@@ -43,7 +43,7 @@ class KnownRun(NamedTuple):
     """Its manager lives."""
 
 
-def publish(run_dir: Path, access: Access) -> None:
+def publish_access(run_dir: Path, access: Access) -> None:
     """Write it down for this user alone, and note the run, as the newest one."""
     write_private(run_dir / _FILE, access.model_dump_json().encode())
     folder, home = str(run_dir.absolute()), _home()

@@ -40,7 +40,7 @@ class Reserve:
     def __init__(self, path: Path, size_bytes: int = RESERVE_BYTES) -> None:
         self.path, self.size_bytes = path, size_bytes
 
-    def keep(self) -> None:
+    def take_room(self) -> None:
         """Take the room, if it is not taken yet and the disk has plenty."""
         with contextlib.suppress(OSError):
             if self.path.exists() or shutil.disk_usage(self.path.parent).free < _LEAVES * self.size_bytes:
@@ -145,7 +145,7 @@ class Journal:
         self._told: set[str] = set()
         self._vote: Vote | None = None  # the newest that is not written; those before it nobody needs
         self._reserve = Reserve(run_dir / RESERVE)
-        self._reserve.keep()
+        self._reserve.take_room()
 
     def append(self, event: RunEvent, *, vote: Vote | None = None) -> None:
         """Write one event, and the newest vote with the step that it committed.
@@ -231,7 +231,7 @@ class Journal:
         for _ in range(int(_PATIENCE_S / _PAUSE_S)):
             error = self._attempt_with_reserve(insert)
             if error is None:
-                self._reserve.keep()
+                self._reserve.take_room()
                 return
             self._sleep(_PAUSE_S)
         raise FleetError(
@@ -262,8 +262,8 @@ class Journal:
         row = self._database.execute("SELECT body FROM facts WHERE name = 'account'").fetchone()
         return Account() if row is None else Account.model_validate_json(row[0])
 
-    def begin(self, run: str, before: Account | None = None) -> None:
-        """A new run starts, or starts again and has used up so much before: its earlier events are history."""
+    def begin_run(self, run: str, before: Account | None = None) -> None:
+        """Start a run, or start it again after it has used up so much: its earlier events are history."""
         body = (before or Account()).model_dump_json()
 
         def insert() -> None:

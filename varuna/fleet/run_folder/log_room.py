@@ -48,7 +48,7 @@ class LogRoom:
         self._taken_bytes = self._found()
         self._looked_s = clock()
 
-    def take(self, size_bytes: int) -> str:
+    def take_room(self, size_bytes: int) -> str:
         """Take room for what is about to be written; why there is none, and nothing if there is.
 
         Raises:

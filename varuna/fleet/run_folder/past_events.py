@@ -48,7 +48,7 @@ def events_and_steps(run_dir: Path) -> Iterator[tuple[float, RunEvent | PastStep
             yield time_s, _step(body, time_s) if kind == "step_recorded" else _event.validate_json(body)
 
 
-def carried(run_dir: Path) -> Account:
+def used_before(run_dir: Path) -> Account:
     """Read what the run in a folder had used up when its newest start began.
 
     Raises:

@@ -65,8 +65,8 @@ class LogKeeper:
         self._paused_until_s = 0.0
         self._told: set[str] = set()
 
-    def begin(self, worker: str) -> None:
-        """A worker that writes nothing has an empty log."""
+    def begin_log(self, worker: str) -> None:
+        """Begin a worker's log, which is empty if the worker writes nothing."""
         if self._knows(worker):
             self._put(worker, b"")
 
@@ -88,7 +88,7 @@ class LogKeeper:
         """Bytes that came from each worker of a node."""
         return {worker: self._taken[worker] for worker in self._workers.get(node, ())}
 
-    def settle(self, bound_s: float = 10.0) -> bool:
+    def wait_until_written(self, bound_s: float = 10.0) -> bool:
         """Wait until all is written; False if ``bound_s`` passes first."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting_bytes and not self._waiting, bound_s)
@@ -136,7 +136,7 @@ class LogKeeper:
             return len(data)
         path, rest = self._folder / f"{worker}.log", data
         try:
-            if why := self._room.take(len(data)):
+            if why := self._room.take_room(len(data)):
                 raise OSError(errno.ENOSPC, why)
             with open(path, "ab", buffering=0, opener=_open_private) as file:
                 while rest:

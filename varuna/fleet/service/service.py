@@ -39,7 +39,7 @@ from varuna.fleet.page.live_feed import LiveFeed
 from varuna.fleet.page.logins import Logins
 from varuna.fleet.page.status import describe, glance
 from varuna.fleet.run_folder.audit import Audit
-from varuna.fleet.run_folder.connection_file import Access, publish, read_access, remember
+from varuna.fleet.run_folder.connection_file import Access, publish_access, read_access, remember
 from varuna.fleet.run_folder.journal import Journal, Past
 from varuna.fleet.state.account import Account
 from varuna.fleet.state.config import FleetConfig
@@ -223,7 +223,7 @@ class ManagerService(Generic[B]):
                 self._recall(past, on_past)
             self._take_up_money(place)
             if past is None:
-                journal.begin(run, before)
+                journal.begin_run(run, before)
             self._budget = BudgetKeeper(self._chronicle, before.saving_s)
             audit = Audit(self.mailbox.post, warn=self.mailbox.warn)
             self.workers = launch.open(place, Parts(run, is_new, self.mailbox, audit, write or to_stdout))
@@ -248,7 +248,7 @@ class ManagerService(Generic[B]):
             )
             undo.callback(self._desk.close)
             for event in past.events if past is not None else ():
-                self._desk.take(event, is_past=True)
+                self._desk.add_event(event, is_past=True)
             self.manager = Manager(
                 config,
                 planner,
@@ -259,7 +259,7 @@ class ManagerService(Generic[B]):
                 observer=self._observe,
                 past=past,
                 calibrator=calibrator,
-                on_shown=self._desk.hear,
+                on_shown=self._desk.add_shown,
                 budget=self._budget,
             )
             known = read_access(place.run_dir) if launch.outlives else None
@@ -268,7 +268,7 @@ class ManagerService(Generic[B]):
             plain = OperatorApi(
                 status=self.status,
                 logs=logs,
-                ask=self.mailbox.ask,
+                ask=self.mailbox.post_request,
                 audit=audit,
                 operator_token=token,
                 feed=self._feed,
@@ -286,7 +286,7 @@ class ManagerService(Generic[B]):
             )
             put_back = remember(place.run_dir)
             undo.callback(lambda: put_back() if self._keeper.is_refused else None)
-            publish(place.run_dir, access)
+            publish_access(place.run_dir, access)
             write_private(place.run_dir / "metrics-token", scraper_token(token).encode())
             for notice in self.workers.introduction(self._api.logins):
                 self._observe(notice)
@@ -345,7 +345,7 @@ class ManagerService(Generic[B]):
             if self._is_interrupted and not self._outlives and ended.exit_code == 0:
                 ended = Ended(128 + signal.SIGINT, f"stopped by SIGINT, {ended.text}")  # as shells expect of a command
             if self._calibrator is not None and self.manager.fleet.history:
-                self._calibrator.finish(self.manager.fleet.record.plan)
+                self._calibrator.finish_run(self.manager.fleet.record.plan)
             return ended
 
     def stop(self, reason: str, exit_code: int) -> None:
@@ -423,9 +423,9 @@ class ManagerService(Generic[B]):
             self.stop(f"stopped by {signal.Signals(number).name}", 128 + number)
 
     def _observe(self, event: RunEvent) -> None:
-        self._chronicle.take(event, time.time())
-        self._budget.take(event, time.monotonic())
-        self._desk.take(event)
+        self._chronicle.add_event(event, time.time())
+        self._budget.add_event(event, time.monotonic())
+        self._desk.add_event(event)
         self._on_event(event)
 
 

@@ -43,7 +43,7 @@ class Contacts:
     """The clock for silence: it stands still while this manager could not have heard anybody."""
     is_alone: bool = False
     """Nobody at all is heard, of an elastic fleet."""
-    told_alone: bool = False
+    isolation_reported: bool = False
     """People know that."""
     regained_s: float = float("-inf")
     """Time at which the newest silence of all ended, on the clock for silence."""

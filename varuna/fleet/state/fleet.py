@@ -71,7 +71,7 @@ class Fleet:
                 ran=None,
                 settled=None,
                 compute_s=None,
-                fair_s=None,
+                speed_adjusted_s=None,
                 evidence=NO_EVIDENCE,
                 lead=NO_EVIDENCE,
                 recent_s=(),

@@ -32,9 +32,9 @@ class Generations:
     """After such a morph, until the next step says how long one takes."""
     replan: bool = False
     """The next generation asks the planner, whatever ran before."""
-    futile: int = 0
+    failed: int = 0
     """Generations in a row that broke before a step without anybody's death."""
-    futile_since_s: float | None = None
+    failing_since_s: float | None = None
     """Time at which the first of them did, those before newcomers were dropped included; on the clock for silence."""
 
     def with_next(self, record: GenerationRecord, *, broke_s: float, planned: bool) -> "Generations":
@@ -65,6 +65,6 @@ class Generations:
         """These, before one that must not go on with the plan that ran."""
         return changed(self, replan=True)
 
-    def not_futile(self) -> "Generations":
+    def with_progress(self) -> "Generations":
         """These, after a step, or a death that says why there was none."""
-        return changed(self, futile=0, futile_since_s=None)
+        return changed(self, failed=0, failing_since_s=None)

@@ -117,7 +117,7 @@ class MorphEstimate:
         return f"{saved}{also}, {relation} than {morph}"
 
 
-def weigh(old: Plan, new: Plan, *, computing_s: float, stall_s: float, exposed_s: float) -> MorphEstimate:
+def estimate_morph(old: Plan, new: Plan, *, computing_s: float, stall_s: float, exposed_s: float) -> MorphEstimate:
     """Weigh a switch from ``old`` to ``new``; another prediction of the same work is no gain.
 
     Args:

@@ -91,7 +91,7 @@ class Worker:
     """Likewise, with all of its state."""
     compute_s: float | None = None
     """In this generation: the newest seconds of compute per micro-batch, forward and backward."""
-    fair_s: float | None = None
+    speed_adjusted_s: float | None = None
     """Likewise: what of that is in ``Fleet.compute_s``, by the speed that was known of it then."""
     evidence: StutterEvidence = NO_EVIDENCE
     """In this generation: whether it is slower than its peers."""

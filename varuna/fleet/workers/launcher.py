@@ -54,7 +54,7 @@ class Lines:
         self._rest = rest
         return found
 
-    def rest(self) -> bytes:
+    def unfinished_line(self) -> bytes:
         """Return the last line if it has no end yet."""
         rest, self._rest = self._rest, b""
         return rest
@@ -339,7 +339,7 @@ class _Log:
                 self._complain(f"it has reached {self._most_bytes // 2**20} MiB")
                 data = data[:room_bytes]
             try:
-                if why := self._room.take(len(data)):
+                if why := self._room.take_room(len(data)):
                     self._complain(why)
                     return
                 self._written_bytes += self._file.write(data)

@@ -10,7 +10,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from varuna.core.messages import MAX_FRAME_BYTES, Hello, ToWorker, from_worker
 from varuna.fleet.net.connection_limits import welcome
-from varuna.fleet.net.requests import bearer, same
+from varuna.fleet.net.requests import bearer, is_same_token
 from varuna.fleet.net.serving import Serving
 from varuna.fleet.state.inputs import ConnectionLost, MessageReceived
 from varuna.process.console import warn
@@ -94,7 +94,7 @@ class WorkerServer:
     async def _worker(self, websocket: WebSocket) -> None:
         """One worker's connection, from its first frame to its end."""
         name = websocket.query_params.get("worker", "")
-        if not same(bearer(websocket.headers.get("authorization", "")), self._token):
+        if not is_same_token(bearer(websocket.headers.get("authorization", "")), self._token):
             warn(f"a connection from {websocket.client} with a wrong token was refused")
             await websocket.send_denial_response(PlainTextResponse("wrong token", 403))
             return

@@ -11,7 +11,7 @@ from varuna.membership.launched import watch_exceptions
 
 
 def adapted(model: nn.Module, adapter: Any) -> Any:
-    """The model with adapters.
+    """Return the model with adapters.
 
     Args:
         model: of transformers or diffusers; it is changed.
@@ -77,7 +77,7 @@ def beside_base(model: nn.Module, rows: int) -> nn.Module:
 
 
 def doubled(value: Tensor) -> Tensor:
-    """(examples, rows, ...) as (examples x 2 x rows, ...)."""
+    """Repeat [examples, rows, ...] as [examples x 2 x rows, ...]."""
     return torch.cat([value, value], 1).flatten(0, 1)
 
 

@@ -63,6 +63,7 @@ class Chats:
         return {
             "input_ids": torch.tensor([token for each in chats for token in each.ids]),
             "position_ids": torch.cat([torch.arange(len(each.ids)) for each in chats]),
+            # the first token of a chat would be predicted from the chat before it in the row
             "labels": torch.tensor([label for each in chats for label in (IGNORED, *each.labels[1:])[: len(each.ids)]]),
         }
 
@@ -108,10 +109,11 @@ class Pairs:
 
 
 def packed(chats: Sequence[Tokens], length: int) -> list[list[Tokens]]:
-    """Rows of at most ``length`` tokens: the longest first, each into the row with the least room that is enough."""
+    """Pack chats into rows of at most ``length`` tokens: the longest first, each where the least room is left over."""
     rows: list[list[Tokens]] = []
     rooms: list[tuple[int, int]] = []  # and whose; ascending
     for chat in sorted(chats, key=lambda each: len(each.ids), reverse=True):
+        # the first room that is large enough is the smallest such one: rooms ascend
         at = bisect_left(rooms, (len(chat.ids), 0))
         room, row = rooms.pop(at) if at < len(rooms) else (length, len(rows))
         if row == len(rows):
@@ -122,7 +124,7 @@ def packed(chats: Sequence[Tokens], length: int) -> list[list[Tokens]]:
 
 
 def _with_targets(samples: Sequence[tuple[Tokens, ...]], of_what: str, length: int) -> list[tuple[Tokens, ...]]:
-    """Samples whose chats all have something to learn."""
+    """Keep the samples whose chats all have something to learn."""
     kept = [sample for sample in samples if all(each.has_targets for each in sample)]
     if not kept:
         raise UsageError(
@@ -135,13 +137,14 @@ def _with_targets(samples: Sequence[tuple[Tokens, ...]], of_what: str, length: i
 
 
 def _tokens(tokenizer: Any, messages: Sequence[Message], length: int, where: str) -> Tokens:
-    """A chat; what the assistant says is from where the chat before it, with the template's invitation, ends."""
+    """Return a chat in tokens; the assistant's words begin where the chat before, with the template's prompt, ends."""
     if not isinstance(messages, list) or any(not isinstance(each, dict) or "role" not in each for each in messages):
         raise UsageError(f'{where}: messages must be a list of {{"role": ..., "content": ...}}; found {messages!r:.80}')
     whole = _written(tokenizer, messages, where, False)
     labels = [IGNORED] * len(whole)
     for at, message in enumerate(messages):
         if message.get("role") == "assistant":
+            # templates may write differently at the end of a chat: only what both writings share is sure
             begin = _common(_written(tokenizer, messages[:at], where, True), whole)
             end = _common(_written(tokenizer, messages[: at + 1], where, False), whole)
             labels[begin:end] = whole[begin:end]

@@ -16,7 +16,7 @@ from varuna.partition.initial.pretrained import fit, list_entries
 
 
 def config_of(folder: str | Path, kind: Any) -> Any:
-    """The configuration in a folder of safetensors, of which ``kind`` can build a model to be trained.
+    """Return the configuration in a folder of safetensors, of which ``kind`` can build a model to be trained.
 
     It has no cache, which training does not need: with one, transformers does not keep the chats of a row apart.
 
@@ -57,7 +57,7 @@ def config_of(folder: str | Path, kind: Any) -> Any:
 
 
 def weights_of(folder: str | Path, build: Callable[[], nn.Module]) -> varuna.Weights:
-    """The files of a folder as the values of a base, over which adapters or a head are new.
+    """Return the files of a folder as the values of a base, over which adapters or a head are new.
 
     Args:
         folder: with safetensors.
@@ -78,7 +78,7 @@ def weights_of(folder: str | Path, build: Callable[[], nn.Module]) -> varuna.Wei
 
 
 def tokenizer_of(folder: str | Path) -> Any:
-    """The tokenizer in a model's folder.
+    """Return the tokenizer in a model's folder.
 
     Raises:
         UsageError: there is none.
@@ -96,7 +96,7 @@ def tokenizer_of(folder: str | Path) -> Any:
 
 
 def records(file: str | Path, *fields: str) -> list[dict[str, Any]]:
-    """The records of a file with one JSON object per line, each of which has these fields.
+    """Return the records of a file with one JSON object per line, each of which has these fields.
 
     Raises:
         UsageError: there is no such file, it is empty, or a line is not of this form.

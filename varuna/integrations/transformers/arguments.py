@@ -71,7 +71,7 @@ def check_arguments(args: transformers.TrainingArguments) -> None:
 
 
 def changed(args: transformers.TrainingArguments) -> Sequence[str]:
-    """Fields of the library's own that differ from their defaults; a script's own fields are its business."""
+    """Return the library's own fields that differ from their defaults; a script's own fields are its business."""
     kinds = [kind for kind in type(args).__mro__ if kind.__module__.startswith("transformers.")]
     plain: Any = kinds[0](output_dir=args.output_dir, use_cpu=args.use_cpu)  # which changes others
     names = [each.name for each in dataclasses.fields(plain) if each.name != "use_cpu"]
@@ -84,7 +84,7 @@ def precision_of(args: transformers.TrainingArguments) -> Precision:
 
 
 def compiler_of(args: transformers.TrainingArguments) -> bool | str:
-    """The ``compile`` of a ``varuna.Trainer``."""
+    """Return the ``compile`` of a ``varuna.Trainer``."""
     return args.torch_compile and (args.torch_compile_backend or True)
 
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
+from varuna.data.placed_datasets import placed_datasets
 from varuna.data.randomness import seeded
-from varuna.data.told import told
 from varuna.process.console import say_once
 
 _OF_TOKENS = ("input_ids", "labels")
@@ -35,7 +35,7 @@ class Ordered:
         self._per_epoch = per_epoch
         self.order_length = len(dataset)
         """on which the order depends, as on the length of other datasets"""
-        self._lock, self._told = threading.Lock(), told(dataset)
+        self._lock, self._told = threading.Lock(), placed_datasets(dataset)
         self._order = lru_cache(maxsize=3)(self._ordered)
 
     def __getitem__(self, position: int) -> Any:
@@ -53,7 +53,7 @@ class Ordered:
 
 
 def one_length(collator: Callable[[list[Any]], Any], dataset: Any) -> Callable[[list[Any]], Any]:
-    """A copy of a collator that pads to the longest of a batch, which pads to the longest of the dataset.
+    """Return a copy of a collator that pads to the longest of a batch, which pads to the longest of the dataset.
 
     The loss is the same, as padding is masked; every micro-batch has one shape. Other collators are returned as they
     are.
@@ -71,7 +71,7 @@ def one_length(collator: Callable[[list[Any]], Any], dataset: Any) -> Callable[[
 
 
 def _lengths(dataset: Any) -> tuple[int, int]:
-    """The largest and the smallest number of tokens in any sample; 0 if samples are not dicts of lists."""
+    """Return the largest and the smallest number of tokens in any sample; 0 if samples are not dicts of lists."""
     columns = getattr(dataset, "column_names", None) or ()
     if columns:
         values: Iterable[Any] = chain.from_iterable(dataset[key] for key in _OF_TOKENS if key in columns)

@@ -19,7 +19,7 @@ from varuna.core.errors import FleetError, LinkError
 from varuna.engine.worker.export import gather_model, spread_model
 from varuna.engine.worker.generation import Generation
 from varuna.engine.worker.tell import tell_all
-from varuna.job.built import GivenModel, fill
+from varuna.job.built import GivenModel, fill_module
 from varuna.job.training import Training
 from varuna.partition.model import PartitionedModel
 
@@ -27,7 +27,7 @@ _ARRAY, _TUPLE = "__array__", "__tuple__"
 
 
 def pack(value: Any) -> bytes:
-    """Any nesting of dicts, lists, tuples, arrays, numbers and text; tuples with names lose them."""
+    """Pack any nesting of dicts, lists, tuples, arrays, numbers and text; tuples with names lose them."""
     arrays: list[np.ndarray[Any, Any]] = []
 
     def plain(each: Any) -> Any:
@@ -91,7 +91,7 @@ class OnMainRank(_Base):
     """the main rank works by itself"""
 
     def evaluate(self, *args: Any, **named: Any) -> dict[str, float]:
-        """As Hugging Face's Trainer does, on the main rank with the whole model; call it on every rank.
+        """Do what Hugging Face's Trainer does, on the main rank with the whole model; call it on every rank.
 
         Returns:
             The metrics, on every rank; nothing if a morph interrupted it during training.
@@ -100,7 +100,7 @@ class OnMainRank(_Base):
         return found
 
     def predict(self, *args: Any, **named: Any) -> Any:
-        """As Hugging Face's Trainer does, on the main rank with the whole model; call it on every rank."""
+        """Do what Hugging Face's Trainer does, on the main rank with the whole model; call it on every rank."""
         found: Any = self._on_main(lambda: tuple(super(OnMainRank, self).predict(*args, **named)))
         return PredictionOutput(*found)
 
@@ -112,15 +112,15 @@ class OnMainRank(_Base):
                 super().save_model(output_dir, _internal_call)
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the worker that prints and writes; that may become another one."""
+        """Return whether this is the worker that prints and writes; that may become another one."""
         return self._is_main
 
     def is_local_process_zero(self) -> bool:
-        """As ``is_world_process_zero``."""
+        """Return the same as ``is_world_process_zero``."""
         return self._is_main
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """The model stays in host memory: devices hold stages."""
+        """Leave the model in host memory: devices hold stages."""
 
     def _on_main(self, work: Callable[[], Found]) -> Found | None:
         """Run ``work`` with the trained model on the main rank, and tell all ranks what it returns."""
@@ -153,8 +153,8 @@ class OnMainRank(_Base):
                 self.model.to("cpu").train()
 
     def _writes_model(self) -> AbstractContextManager[None]:
-        """In this block the model gets values or another place from here, not from the script."""
-        return nullcontext() if self._job is None else self._job._handed.aside()
+        """Give the model values or another place in this block, which is not the script's doing."""
+        return nullcontext() if self._job is None else self._job._handed.unwatched()
 
     def _gather(self) -> None:
         """Give the main rank's model the run's values, unless it has them."""
@@ -164,27 +164,27 @@ class OnMainRank(_Base):
         now = (self._generation, self.state.global_step)
         if self._at == now:
             return
-        found = training.aside(partial(_gathered, model=job._spec.partitioned), "gathers the model")
+        found = training.run_between_steps(partial(_gathered, model=job._spec.partitioned), "gathers the model")
         if found is not None:
             with self._writes_model():
-                fill(self.model, found)
+                fill_module(self.model, found)
         self._at = now
 
     def _take_trained(self) -> None:
-        """After the last step, give the model the trained values on every rank, for what the script does next."""
+        """Give the model the trained values on every rank, after the last step, for what the script does next."""
         training, job = self._training, self._job
         if training is None or job is None or training.session.current is None:
             return
         given, model = job._spec.model, job._spec.partitioned
         assert isinstance(given, GivenModel)
         spread = partial(spread_model, model=model, wanted=partial(given.wants, model.changing))
-        if (found := training.aside(spread, "gets the trained model")) is not None:
+        if (found := training.run_between_steps(spread, "gets the trained model")) is not None:
             with self._writes_model():
-                fill(self.model, found)
+                fill_module(self.model, found)
             self._at = (self._generation, self.state.global_step)
 
     def _tell(self, value: Any, what: str) -> Any:
-        """The main rank's value, on all; None if a morph interrupted that."""
+        """Spread the main rank's value to all; return None if a morph interrupted that."""
         training = self._training
         if training is None:
             return value
@@ -196,7 +196,7 @@ class OnMainRank(_Base):
                 return pack(value)
             return tell_all(generation, key, pack(value) if self._is_main else None, what)
 
-        told = training.aside(tell, what)
+        told = training.run_between_steps(tell, what)
         return None if told is None else unpack(told)
 
 

@@ -61,7 +61,7 @@ def by_name(kind: type, given: Sequence[Any], named: dict[str, Any]) -> dict[str
 
 
 def check_overrides(trainer: Any) -> None:
-    """Refuse, by name, every method of the library's loop that a subclass or an instance replaces and nobody calls.
+    """Refuse, by name, every replaced method of the library's loop that Varuna's loop does not call.
 
     Raises:
         UsageError: there is one.

@@ -37,7 +37,7 @@ from varuna.integrations.transformers.arguments import (
 from varuna.integrations.transformers.data import Ordered, one_length
 from varuna.integrations.transformers.main_rank import IS_LAUNCHED, Found, OnMainRank
 from varuna.integrations.transformers.overrides import by_name, check_overrides
-from varuna.job.built import GivenModel, SchedulerLike, fill
+from varuna.job.built import GivenModel, SchedulerLike, fill_module
 from varuna.job.given_optimizer import OptimizerLike
 from varuna.job.handed_functions import functions_of
 from varuna.job.handed_over.watching import COMPUTE_LOSS, LOSS, HandedOver
@@ -64,12 +64,12 @@ class ReturningLoss(GivenModel):
         self._compute_loss = compute_loss
 
     def __call__(self) -> nn.Module:
-        """A copy."""
+        """Build a copy."""
         return _returning_loss(super().__call__(), self._compute_loss)
 
 
 def _returning_loss(module: nn.Module, compute_loss: ComputeLoss) -> nn.Module:
-    """The module, of a class of the same name whose ``forward`` is ``compute_loss``."""
+    """Return the module, of a class of the same name whose ``forward`` is ``compute_loss``."""
     own = type(module)
 
     @functools.wraps(own.forward)
@@ -128,7 +128,7 @@ class OverVaruna(OnMainRank):
     """The training loop; see docs/transformers.md."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        """As for Hugging Face's Trainer.
+        """Take the arguments of Hugging Face's Trainer.
 
         Args:
             given: as there.
@@ -178,7 +178,7 @@ class OverVaruna(OnMainRank):
         self.is_in_train, losses, began_s, first = True, dict[int, float](), time.time(), None
         for step in steps:
             self._training = self._job._training
-            with self._job._handed.aside():
+            with self._job._handed.unwatched():
                 if first is None:
                     first = step.index
                     self._begin(step, schedule)
@@ -204,6 +204,7 @@ class OverVaruna(OnMainRank):
         kept = size - size % args.per_device_train_batch_size if args.dataloader_drop_last else size
         if not kept:
             raise UsageError(f"dataloader_drop_last=True leaves no batch: the dataset has {size} samples")
+        # every step is a whole global batch, so an epoch's last one is completed from its beginning
         per_epoch = -(-kept // whole)
         if per_epoch * whole != kept:
             say_once(
@@ -265,7 +266,7 @@ class OverVaruna(OnMainRank):
 
     @property
     def _has_own_callbacks(self) -> bool:
-        """Return whether a callback is not the library's: it may write the optimizer's options."""
+        """Whether a callback is not the library's: it may write the optimizer's options."""
         kinds = {type(each) for each in self.callback_handler.callbacks}
         return any(not kind.__module__.startswith("transformers.") for kind in kinds)
 
@@ -301,7 +302,7 @@ class OverVaruna(OnMainRank):
         )
 
     def _check_resuming(self, asked: str | bool | None) -> None:
-        """A run resumes from its newest checkpoint, and from nothing else."""
+        """Refuse to resume from anything but the run's newest checkpoint."""
         newest = get_last_checkpoint(self.args.output_dir) if os.path.isdir(self.args.output_dir) else None
         if asked is True and newest is None:
             raise UsageError(f"resume_from_checkpoint=True: there is no checkpoint in {self.args.output_dir}")
@@ -346,8 +347,8 @@ class OverVaruna(OnMainRank):
         self._call("on_step_begin")
 
     def _agree(self, step: Step, losses: dict[int, float]) -> None:
-        """In a new generation, ranks that came later learn what happened; a step that is redone is forgotten."""
-        for redone in [index for index in losses if index >= step.index]:
+        """Tell ranks that came later what happened, in a new generation; forget a step that is redone."""
+        for redone in [index for index in losses if index >= step.index]:  # the run has gone back to this step
             del losses[redone]
         self.state.log_history = [each for each in self.state.log_history if each["step"] <= step.index]
         if step.generation != self._generation and step.plan.workers > 1:
@@ -367,20 +368,20 @@ class OverVaruna(OnMainRank):
         self.state.global_step = step.index + 1
         self.state.epoch = self.state.global_step / schedule.steps_per_epoch
         self._call("on_step_end")
-        self._do_what_is_due(step, losses, ignore_keys)
+        self._log_evaluate_save(step, losses, ignore_keys)
         if self.control.should_epoch_stop:
             raise UsageError(
                 "a callback set should_epoch_stop: an epoch cannot be cut short. Set should_training_stop."
             )
         if self.state.global_step % schedule.steps_per_epoch == 0 or self.state.global_step == schedule.steps:
             self._call("on_epoch_end")
-            self._do_what_is_due(step, losses, ignore_keys)
+            self._log_evaluate_save(step, losses, ignore_keys)
         stops: bool = self.control.should_training_stop
         if self.state.global_step < schedule.steps and not stops:
             self._call_before(step.index + 1, schedule)
         return stops
 
-    def _do_what_is_due(self, step: Step, losses: dict[int, float], ignore_keys: Any) -> None:
+    def _log_evaluate_save(self, step: Step, losses: dict[int, float], ignore_keys: Any) -> None:
         """Log, evaluate and save, as callbacks ask for it."""
         before = max((each["step"] for each in self.state.log_history if "loss" in each), default=0)
         if self.control.should_log and self.state.global_step > before:
@@ -411,7 +412,7 @@ class OverVaruna(OnMainRank):
         return True
 
     def _save_folder(self) -> None:
-        """``checkpoint-N`` as Hugging Face's Trainer names it: the model, what reads its inputs, and the log."""
+        """Write ``checkpoint-N`` as Hugging Face's Trainer names it: the model, what reads its inputs, and the log."""
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         self.save_model(str(folder))
         if self.state.best_global_step == self.state.global_step:
@@ -438,17 +439,17 @@ class OverVaruna(OnMainRank):
         self._take_trained()
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None and self._is_main:
-            fill(self.model, load_file(Path(best) / _WEIGHTS))
+            fill_module(self.model, load_file(Path(best) / _WEIGHTS))
         self._call("on_train_end")
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
     def _take_the_end(self, schedule: _Schedule) -> None:
-        """There was no step to make: the run has ended already."""
+        """Take the end of a run that had ended already: there was no step to make."""
         if IS_LAUNCHED:
             sys.exit(0)  # a spare, or a worker that came after the last step: the others have all results
         folder = Path(self.args.output_dir) / f"checkpoint-{schedule.steps}"
         if (folder / _WEIGHTS).exists():
-            fill(self.model, load_file(folder / _WEIGHTS))
+            fill_module(self.model, load_file(folder / _WEIGHTS))
             self.state = transformers.TrainerState.load_from_json(str(folder / _STATE))
 
     def _call(self, event: str) -> None:

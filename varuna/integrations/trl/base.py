@@ -74,7 +74,7 @@ class OfTrl(_Base):
     aux_loss_enabled: bool
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        """As for TRL's trainer.
+        """Take the arguments of TRL's trainer.
 
         Args:
             given: as there.
@@ -130,7 +130,7 @@ class OfTrl(_Base):
 
     @property
     def _head(self) -> nn.Module:
-        """The module that TRL gives its fused head: as an attribute, which copies of the model would share."""
+        """Find the module that TRL gives its fused head: as an attribute, which copies of the model would share."""
         base: Any = getattr(self.model, "get_base_model", None)
         return self.model if base is None else base()  # type: ignore[no-any-return]
 

@@ -74,6 +74,7 @@ class Pairs:
     def _rows(self, value: Tensor, name: str) -> Tensor:
         rest = self._collator.pad_token_id if name == "input_ids" else 0
         padded = nn.functional.pad(value, (0, max(0, self._length - value.shape[1])), value=rest)
+        # TRL's collator puts all better answers before all worse ones; here each example has its pair
         better, worse = padded.chunk(2)
         return torch.stack([better, worse], 1)
 
@@ -101,7 +102,7 @@ class DPOTrainer(OfTrl, OverVaruna, _Theirs):
             )
 
     def _precompute_ref_logps(self, *given: Any, **named: Any) -> Any:
-        """As TRL does, whose batches are on the device, where the model is not before it is evaluated."""
+        """Move the model to the device meanwhile: TRL's batches are there, and the model rests in host memory."""
         model: Any = self.ref_model or self.model
         place = next(model.parameters()).device
         model.to(self.args.device)
@@ -127,6 +128,7 @@ class DPOTrainer(OfTrl, OverVaruna, _Theirs):
             finally:
                 for hook in hooks:
                     hook.remove()
+            # [examples, with and without adapters, better and worse]
             odds, reference = _odds(output, doubled(labels)).unflatten(0, (-1, 2, 2)).unbind(1)
         better, worse = (odds - reference).unbind(1)
         better_length, worse_length = inputs["completion_mask"].sum(-1).clamp(min=1).unbind(1)
@@ -139,5 +141,6 @@ class DPOTrainer(OfTrl, OverVaruna, _Theirs):
 
 
 def _odds(output: Any, labels: Tensor) -> Tensor:
-    """The likelihood of each row's targets, in logarithms."""
+    """Return the log-likelihood of each row's targets, [rows]."""
+    # the logits of token t predict token t + 1
     return -cross_entropy(output.logits[:, :-1].float().mT, labels[:, 1:], reduction="none").sum(1)

@@ -3,7 +3,14 @@
 Functions that it calls by such a name count, too, unless a library has defined them; so do methods of its object's
 class and bases, what decorators add, imports within it, and classes that it builds objects of. What it stores itself
 does not: a counter or a cache of its own. What is read by another way, such as a file, ``globals()[name]`` or a C
-extension, is not seen.
+extension, is not seen. A place is a base and the way from there::
+
+    def loss(self, output, batch):            base                     keys
+        return (
+            SCALE                             module's globals         [SCALE]
+            * config.weights["a"]             cell of config           .cell_contents .weights [a]
+            * self.rate                       the bound object         .rate
+        )
 """
 
 import contextvars
@@ -31,8 +38,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from varuna.data.told import SETTERS
-from varuna.job.handed_over.marks import attributes, is_users_object, mark
+from varuna.data.placed_datasets import SETTERS
+from varuna.job.handed_over.marks import attributes, is_users_object, mark_of
 from varuna.partition.watching.own_code import OWN
 from varuna.process.scripts import LIBRARIES
 
@@ -80,7 +87,7 @@ class ReadPlace(NamedTuple):
                 break
         return found
 
-    def put(self, value: Any) -> None:
+    def write(self, value: Any) -> None:
         """Write there."""
         owner, (kind, name) = self._replace(keys=self.keys[:-1]).value(), self.keys[-1]
         if kind == "[":
@@ -136,7 +143,7 @@ class Reads:
     """objects whose methods are looked into"""
 
     def found(self) -> list[ReadPlace]:
-        """All places but those that the functions write, or that lie in something that they write."""
+        """Return all places but those that the functions write, or that lie in something that they write."""
         found = [
             place
             for (base, keys), place in self.places.items()
@@ -163,7 +170,7 @@ class Reads:
         return next((each for each in self.places.values() if not spots.isdisjoint(each.spots())), None)
 
     def numbers(self) -> list[ReadPlace]:
-        """Places of numbers around the functions, and in the user's objects that they use, whoever writes them."""
+        """Return places of numbers around the functions and in the user's objects that they use, written or not."""
         found = [place for place in self.places.values() if isinstance(place.base, dict | types.CellType)]
         found = [place for place in found if type(place.value()) in _NUMBERS and not _is_librarys(place.base)]
         seen = set[int]()
@@ -171,10 +178,10 @@ class Reads:
             found.extend(_numbers_in(owner, name, seen, 0))
         return found
 
-    def follow(self, subject: Any, name: str) -> None:
+    def follow_reads(self, subject: Any, name: str) -> None:
         """Look into a function, a method, a class, or an object that can be called or indexed."""
         if isinstance(subject, functools.partial):
-            self.follow(subject.func, name)
+            self.follow_reads(subject.func, name)
             for key, each in ((".args", subject.args), (".keywords", subject.keywords)):
                 self._leaf(ReadPlace(subject, ((".", key[1:]),), f"{name}{key}"), each)
             return
@@ -190,7 +197,7 @@ class Reads:
                 forward = vars(each).get("forward", type(each).forward)
                 self._codes(getattr(forward, "__func__", forward), each, f"{name}.{path}" if path else name)
                 for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values()):
-                    self.follow(hook, f"a hook of {path or name}")
+                    self.follow_reads(hook, f"a hook of {path or name}")
         elif not isinstance(subject, CODE):
             for method in ("__call__", "__getitem__", "__getitems__", "__len__", "index_at", *SETTERS):
                 function = inspect.getattr_static(type(subject), method, None)
@@ -326,7 +333,7 @@ class Reads:
         if isinstance(value, CODE) and not isinstance(value, types.ModuleType | type):
             if not _is_own(value, key[1]):
                 return True
-            self.follow(value, said)
+            self.follow_reads(value, said)
         return False
 
     def _is_code(self, value: Any, name: str, said: str) -> bool:
@@ -350,16 +357,16 @@ class Reads:
         if isinstance(value, Mapping | list | tuple | set | deque):
             for each in list(value.values() if isinstance(value, Mapping) else value)[:16]:
                 if not isinstance(each, torch.Tensor | _PLAIN):
-                    self.follow(each, place.name)
+                    self.follow_reads(each, place.name)
             return
-        self.follow(value, place.name)
+        self.follow_reads(value, place.name)
 
 
 def seen_by(function: Any) -> str:
-    """All values that a function reads, in words that differ once one has changed."""
+    """Return all values that a function reads, in words that differ once one has changed."""
     found = Reads()
-    found.follow(function, "")
-    return repr([mark(place.value(), found.names | found.texts) for place in found.found()])
+    found.follow_reads(function, "")
+    return repr([mark_of(place.value(), found.names | found.texts) for place in found.found()])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -501,7 +508,7 @@ def _defaults(function: types.FunctionType) -> dict[str, _Start]:
 
 
 def _loads(code: types.CodeType, own: Mapping[str, _Start]) -> Iterator[tuple[str, tuple[Key, ...], bool]]:
-    """(name, way from it, whether it is stored to) of everything that a code loads from outside of it."""
+    """Yield (name, way from it, whether it is stored to) of everything that a code loads from outside of it."""
     steps = [each for each in dis.get_instructions(code) if each.opname not in _SILENT]
     stores = Counter(_stored_local(each) for each in steps)
     aliases: dict[str, tuple[str, tuple[Key, ...]]] = {}
@@ -516,6 +523,7 @@ def _loads(code: types.CodeType, own: Mapping[str, _Start]) -> Iterator[tuple[st
         name, begin = aliases.get(name, (name, ())) if name not in own else (name, ())
         keys, end = _way(steps, at + 1)
         keys = (*begin, *keys)
+        # getattr(x, "name") reads x.name, setattr(x, "name", value) writes it: the name of the function is loaded first
         called = steps[at - 1].argval if at and steps[at - 1].opname == "LOAD_GLOBAL" else ""
         is_text = end < len(steps) and steps[end].opname in _CONSTANTS and isinstance(steps[end].argval, str)
         if called == "getattr" and is_text:
@@ -526,6 +534,7 @@ def _loads(code: types.CodeType, own: Mapping[str, _Start]) -> Iterator[tuple[st
             yield name, keys, False
         yield from ((name, (*keys, *more), True) for more in stored)
         local = _stored_local(steps[end]) if end < len(steps) else ""
+        # a local variable that is stored once is another name for what it was made of
         if stores[local] == 1 and local and local not in own:
             aliases[local] = (name, keys)
 
@@ -564,6 +573,7 @@ def _stored_local(step: dis.Instruction) -> str:
 
 def _imported(steps: Sequence[dis.Instruction], at: int) -> Iterator[tuple[str, tuple[str, tuple[Key, ...]]]]:
     """Yield local variables of an import statement, each with the name of its module and the way from there."""
+    # IMPORT_NAME takes the level and the list of names from the two instructions before it
     names, module = steps[at - 1].argval, "." * int(steps[at - 2].argval or 0) + steps[at].argval
     keys: tuple[Key, ...] = ()
     for step in steps[at + 1 :]:

@@ -28,7 +28,7 @@ _ASKED = """float int index complex bool len iter next getitem contains reversed
     radd rsub rmul rmatmul rtruediv rfloordiv rmod rpow rand ror rxor
     iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor"""
 _MOST_HIDDEN = 256
-"""Values in a container that are hidden one by one: of a larger one, only the container as such."""
+"""Values in a container that are hidden one by one: of a larger one, only the container itself."""
 
 Refuse = Callable[[str, str], NoReturn]
 """Raises; told the name of the function that writes a value, and of the value."""
@@ -107,6 +107,7 @@ class KeptValues:
         """Put back the values from before captured code ran."""
         found = [(place, writer, seen) for place, writer, seen in self._read if not _is_same(seen, _own(place))]
         self._kept += [self._described(place, writer) for place, writer, _ in found]
+        # in the order of _kept, with which they are zipped
         self._before += [seen[:2] for *_, seen in found]
         known = {_key(place) for place, *_ in found}
         self._read = [each for each in self._read if _key(each[0]) not in known]
@@ -133,14 +134,14 @@ class KeptValues:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """In this block the script has control, and stand-ins are in the places."""
+        """Give the script control in this block, with stand-ins in the places."""
         self.restored_first()
         with nullcontext() if self._hidden is not None or not self._kept else self._hiding():
             yield
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """In this block Varuna works, and may run captured code; what that leaves is put back."""
+        """Let Varuna work in this block, and run captured code; put back what that leaves."""
         is_hidden = self._hidden is not None
         if is_hidden:
             self._show()

@@ -1,4 +1,4 @@
-"""Variables that the script's loop takes from one turn into the next: a count, a best loss. Nobody saves them.
+"""Variables that the script's loop takes from one turn into the next: a count, a best loss. No checkpoint has them.
 
 They are found in its bytecode, in functions that it calls, and in methods of objects that it uses. A turn that writes a
 variable before it reads it takes nothing from the one before. Lists and dicts, to which most loops add what they show,
@@ -25,8 +25,8 @@ _JUMPS, _ENDS = frozenset((*dis.hasjrel, *dis.hasjabs)), ("RETURN", "RAISE", "RE
 
 
 def say_begun_anew(step: int, frame: FrameType | None, kept: Iterable[Any]) -> None:
-    """Say which of them a resumed run does not have, before its loop gets ``step``."""
-    if names := carried(frame, kept):
+    """Say which such variables a resumed run does not have, before its loop gets ``step``."""
+    if names := carried_names(frame, kept):
         note(
             f"the run goes on with step {step}, and the loop begins with its own {', '.join(names)} as the script has "
             f"made {'them' if names[1:] else 'it'}. What training follows from belongs in a dict, or in an object with "
@@ -34,8 +34,8 @@ def say_begun_anew(step: int, frame: FrameType | None, kept: Iterable[Any]) -> N
         )
 
 
-def carried(frame: FrameType | None, but: Iterable[Any]) -> list[str]:
-    """Names of them, and of such attributes of the objects that the loop uses; nothing if the loop is a library's.
+def carried_names(frame: FrameType | None, but: Iterable[Any]) -> list[str]:
+    """Return names of such variables, and of such attributes of objects that the loop uses; none of a library's loop.
 
     Args:
         frame: of the loop, or of what iterates for it, such as a progress bar.
@@ -93,6 +93,7 @@ def _is_users(code: types.CodeType) -> bool:
 def _around(code: types.CodeType, place: int) -> list[dis.Instruction]:
     """Return the instructions of the innermost loop around a place."""
     steps = list(dis.get_instructions(code))
+    # every jump to an earlier offset that spans the place closes a loop around it: the latest target is the innermost
     back = [(s.argval, s.offset) for s in steps if "JUMP" in s.opname and isinstance(s.argval, int)]
     loops = [(begin, end) for begin, end in back if begin <= place <= end]
     innermost = max((begin for begin, _ in loops), default=0)
@@ -110,6 +111,7 @@ def _uses(step: dis.Instruction) -> Iterator[tuple[str, str]]:
 def _is_read_first(name: str, body: list[dis.Instruction]) -> bool:
     """Return whether some way through a loop reads a variable before it writes it."""
     places = {step.offset: number for number, step in enumerate(body)}
+    # all ways through the body: one ends where the variable is written, and none follows a jump out of the loop
     todo, seen = [0], set[int]()
     while todo:
         number = todo.pop()

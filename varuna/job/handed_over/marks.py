@@ -28,8 +28,8 @@ _LONGEST = 60
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def mark(value: Any, names: Collection[str] = (), depth: int = 0) -> Any:
-    """Something hashable or comparable that is equal as long as the value is the same.
+def mark_of(value: Any, names: Collection[str] = (), depth: int = 0) -> Any:
+    """Return something hashable or comparable that is equal as long as the value is the same.
 
     Args:
         value: anything. Of an object that is none of Python's own, its plain attributes in ``names``.
@@ -48,13 +48,13 @@ def mark(value: Any, names: Collection[str] = (), depth: int = 0) -> Any:
     if depth >= _DEEPEST:
         return type(value).__name__
     if isinstance(value, Mapping):
-        return {str(k): mark(value[k], names, depth + 1) for k in islice(value, _MOST)}, len(value)
+        return {str(k): mark_of(value[k], names, depth + 1) for k in islice(value, _MOST)}, len(value)
     if isinstance(value, list | tuple | deque):
         given = list(value) if isinstance(value, deque) else value
         if _is_data(given):
             return tuple(map(id, _spread(given, _FEW))), len(given)
         most = _MOST if depth < _DEEPEST - 1 and given and isinstance(given[0], PLAIN) else _SMALL
-        return [mark(each, names, depth + 1) for each in _spread(given, most)], len(given)
+        return [mark_of(each, names, depth + 1) for each in _spread(given, most)], len(given)
     if isinstance(value, Set):
         return frozenset(map(repr, list(value)[:_MOST])), len(value)
     return _of_object(value, names, depth)
@@ -62,9 +62,9 @@ def mark(value: Any, names: Collection[str] = (), depth: int = 0) -> Any:
 
 def _of_object(value: Any, names: Collection[str], depth: int) -> Any:
     if isinstance(value, array | bytearray):
-        return mark(np.asarray(memoryview(value)))
+        return mark_of(np.asarray(memoryview(value)))
     if isinstance(value, ContextVar):
-        return mark(value.get(None), names, depth)
+        return mark_of(value.get(None), names, depth)
     if isinstance(value, torch.Generator | np.random.Generator) or callable(value) or hasattr(value, "__getitem__"):
         return id(value)  # an object with code of its own is looked into where that is read
     is_config = dataclasses.is_dataclass(value) or hasattr(type(value), "to_dict")
@@ -72,7 +72,7 @@ def _of_object(value: Any, names: Collection[str], depth: int) -> Any:
         return id(value)
     slots = (name for each in type(value).__mro__ for name in vars(each).get("__slots__", ()) if name in names)
     own = {**{name: getattr(value, name, None) for name in slots}, **(attributes(value) or {})}
-    return type(value).__name__, {k: mark(v, names, depth + 1) for k, v in own.items() if k in names}
+    return type(value).__name__, {k: mark_of(v, names, depth + 1) for k, v in own.items() if k in names}
 
 
 def attributes(value: Any) -> Any:
@@ -134,7 +134,7 @@ def _is_legible(value: Tensor) -> bool:
 
 
 class SomeValues:
-    """Some values of each of many tensors on the CPU: they tell writes that torch does not count, as NumPy's are."""
+    """Values of many tensors on the CPU, a few of each, which tell writes that torch does not count, as NumPy's are."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         """Look at them."""
@@ -144,9 +144,9 @@ class SomeValues:
                 middle = max(0, each.numel() - _SMALL) // 2  # values that lie together are read fastest
                 found[each.dtype].append((each, each.detach().view(-1)[middle : middle + _SMALL]))
         self._found = list(found.values())
-        self.look()
+        self.remember()
 
-    def look(self) -> None:
+    def remember(self) -> None:
         """Remember how they are now."""
         self.seen = self._now()
 
@@ -167,7 +167,7 @@ class SomeValues:
 
 
 def _spread(value: Any, most: int) -> Any:
-    """At most so many elements, evenly spread."""
+    """Return at most ``most`` elements, evenly spread."""
     return value[:: -(-len(value) // most) or 1]
 
 

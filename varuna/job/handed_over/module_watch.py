@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.job.handed_over.code_reads import MISSING, is_library
-from varuna.job.handed_over.marks import SomeValues, mark
+from varuna.job.handed_over.marks import SomeValues, mark_of
 from varuna.partition.watching.own_code import VARUNA
 
 _SAID = """shape dtype device ndim layout requires_grad is_leaf is_sparse is_quantized is_meta is_cuda is_cpu
@@ -88,7 +88,7 @@ class ModuleWatch:
             if type(value) in kinds:  # others have a class of their own, with which their layers compute
                 self._watched.append((value, type(value)))
                 value.__class__ = kinds[type(value)]
-        self.look()
+        self.remember()
 
     def end(self) -> None:
         """Watch no more."""
@@ -100,7 +100,7 @@ class ModuleWatch:
 
     @contextmanager
     def engine(self) -> Iterator[None]:
-        """In this block Varuna works, though the script has called it; what changes is not the script's doing."""
+        """Let Varuna work in this block, though the script has called it; what changes is not the script's doing."""
         before, self._engine = self._engine, get_ident()
         is_changed = next(self.changes(), None) is not None  # before the block, and is still to be told
         try:
@@ -108,18 +108,18 @@ class ModuleWatch:
         finally:
             self._engine = before
             if self._tensors:
-                (self.look_at_tensors if is_changed else self.look)()
+                (self.look_at_tensors if is_changed else self.remember)()
 
     @contextmanager
     def script(self) -> Iterator[None]:
-        """In this block the script has control, on this thread."""
+        """Give the script control in this block, on this thread."""
         before, self._thread = self._thread, get_ident()
         try:
             yield
         finally:
             self._thread = before
 
-    def look(self) -> None:
+    def remember(self) -> None:
         """Remember how everything is now."""
         self.look_at_tensors()
         self._trained, reads = self._module.training, {"forward", *self._reads()}
@@ -128,7 +128,7 @@ class ModuleWatch:
             for path, each in self._module.named_modules()
         ]
         self._attributes = {
-            f"{path}.{key}" if path else key: mark(value, reads)
+            f"{path}.{key}" if path else key: mark_of(value, reads)
             for each, path, own, _ in self._before
             for key, value in own.items()
             if _is_attribute(key) and key in reads
@@ -149,10 +149,10 @@ class ModuleWatch:
             self._versions = [each._version for each in values]
             if [pointer for _, pointer, _ in before] != [pointer for _, pointer, _ in self._tensors]:
                 self._values = SomeValues(values)
-            self._values.look()
+            self._values.remember()
 
     def changes(self) -> Iterator[Changed]:
-        """Return what differs from what was seen by ``look``, of all that the module computes with."""
+        """Return what differs from what was seen by ``remember``, of all that the module computes with."""
         with torch._C.DisableTorchFunctionSubclass():
             versions = [each._version for each, _, _ in self._tensors]
             written = {id(each) for each in self._values.written()}  # by NumPy, or what .data returned before the loop
@@ -166,6 +166,7 @@ class ModuleWatch:
             yield from self._of_marks()
         has_hooks = any(self._hooks) or self._has_hooks  # most modules have none
         if has_hooks and (counts := list(map(len, self._hooks))) != self._hook_counts:
+            # each module has one table of each of _HOOKS, in a row
             number = next(at for at, count in enumerate(counts) if count != self._hook_counts[at])
             yield Changed(f"the hooks of {self._before[number // len(_HOOKS)][1] or 'the root'}", MISSING, MISSING, "")
 
@@ -180,10 +181,11 @@ class ModuleWatch:
 
     def _of_marks(self) -> Iterator[Changed]:
         """Attributes of parameters and buffers."""
+        # remember() puts the tables of tensors behind those of modules
         at = len(self._copies) - len(self._tensors)
         for (value, _, _), now, before in zip(self._tensors, self._live[at:], self._copies[at:], strict=True):
             for key in {**before, **now}:
-                if mark(before.get(key, MISSING)) != mark(now.get(key, MISSING)):
+                if mark_of(before.get(key, MISSING)) != mark_of(now.get(key, MISSING)):
                     name = f"{key} of {self._names.get(id(value), 'a tensor')}"
                     yield Changed(name, before.get(key, "missing"), now.get(key, "missing"), key)
 
@@ -206,7 +208,7 @@ class ModuleWatch:
             elif _is_attribute(key) and (key in reads or key == "forward"):
                 before, after = (
                     self._attributes.get(name, "nothing"),
-                    mark(now[key], reads) if key in now else "nothing",
+                    mark_of(now[key], reads) if key in now else "nothing",
                 )
                 if before != after:
                     yield Changed(name, own.get(key, "missing"), now.get(key, "missing"), key)
@@ -231,7 +233,7 @@ class ModuleWatch:
         if not sets and what in _METADATA:
             return
         if what == "copy_" and _is_called_by("_load_from_state_dict"):
-            return  # it would tell an error once for each tensor; what it writes is seen when the loop goes on
+            return  # it would tell an error once for each tensor; what it writes is seen after the turn
         if what in ("grad", "_grad"):
             if (sets and args[1] is None) or _is_called_by("zero_grad"):  # there are no gradients: it does nothing
                 return

@@ -17,7 +17,7 @@ from varuna.job.handed_over.watching import DATASET, at_line
 _WATCHED = 4
 """Samples, one of which is read each time."""
 _GRACE_S, _SHARE = 0.1, 0.01
-"""Time for reading them again: so much, and this share of the run's."""
+"""Seconds for reading them again, and the share of the run's time that may be added."""
 _BUSY_S = 0.05
 """For a sample that is being read by others."""
 
@@ -26,7 +26,7 @@ class SampleWatch:
     """Compares samples with what they were before the script's first turn."""
 
     def __init__(self, source: SampleSource) -> None:
-        """Read them, unless they come as the run goes on, or follow from a step that readers tell."""
+        """Read them, unless they arrive while the run trains, or follow from a step that readers tell."""
         self._source, self._began_s, self._spent_s = source, time.monotonic(), 0.0
         self._known: dict[int, int] = {}
         if source.order_length and not source.waits and not source.setters:

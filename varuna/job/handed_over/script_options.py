@@ -37,16 +37,16 @@ class ScriptOptions:
         """by step, what the script wrote after it"""
         self._next = 0
         """the step after the newest turn"""
-        self.look()
+        self.remember()
 
-    def look(self) -> None:
+    def remember(self) -> None:
         """Remember how they are now."""
         groups = self._optimizer.param_groups
         self._shown, self._listed = [dict(group) for group in groups], [list(group["params"]) for group in groups]
         found = (value for group in groups for value in group.values() if isinstance(value, Tensor))
         self._tensors = [(value, value._version) for value in found]
 
-    def show(self, options: Sequence[Mapping[str, Any]] | None) -> None:
+    def show_options(self, options: Sequence[Mapping[str, Any]] | None) -> None:
         """Let the script's groups have these options."""
         if options is None or len(options) != len(self._optimizer.param_groups):
             return
@@ -56,7 +56,7 @@ class ScriptOptions:
                 if key != "params" and (key not in group or not _equal(group[key], value)):
                     group[key], is_new = copy.deepcopy(value), True
         if is_new:
-            self.look()
+            self.remember()
 
     def written_after(self, step: int) -> Writes:
         """Options that the script has written in its turn after ``step``.
@@ -96,6 +96,7 @@ class ScriptOptions:
             UsageError: it has changed something else in them.
         """
         groups = self._optimizer.param_groups
+        # most turns write nothing: one comparison tells
         if _same(groups, self._shown) and all(each._version == version for each, version in self._tensors):
             self._check_parameters()
             return {}
@@ -118,7 +119,7 @@ class ScriptOptions:
                 raise UsageError(
                     f"the script removed option {gone.pop()!r} from param_groups[{number}] of its optimizer"
                 )
-        self.look()
+        self.remember()
         return {place: copy.deepcopy(value) for place, value in found.items()}
 
     def _check_parameters(self) -> None:

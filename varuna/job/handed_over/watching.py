@@ -10,7 +10,17 @@ from closures, globals and attributes of its object, in functions that it calls 
 long lists a few entries are compared. Everything else is the script's own business: a list to which it appends losses,
 a key of a dict or an attribute that no such code names, what such code stores itself (a counter, a cache), random
 generators, and whatever state= names for before_step=. Functions that run within a step use what they are given: they
-may not touch the tensors of the script's model either.
+may not touch the tensors of the script's model either. In the order of a run::
+
+    with before_capture():    remember what is where captured code will keep values; note the files that it reads
+        ... capture ...
+    begin()                   put that back; mark all that training reads
+    script(options):          the script's turn: groups show the next step's options, tensors of the model refuse
+        ... loop body ...     to be touched, and asking for a kept value is refused
+    check()                   marks and files that differ are refused
+    written(step)             options that the body wrote, for all workers
+    unwatched():              evaluate, predict, generate, export: what changes is Varuna's own doing
+    end()                     the model has the trained values
 """
 
 import copy
@@ -20,7 +30,7 @@ import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -31,11 +41,12 @@ from torch.nn.modules import module as torch_module
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from varuna.core.errors import UsageError
-from varuna.data.told import SETTERS, with_setters
+from varuna.data.placed_datasets import SETTERS, with_setters
 from varuna.engine.stage.parameter_groups import Writes
 from varuna.job.handed_over.code_reads import MISSING, ReadPlace, Reads, is_library, written_at
+from varuna.job.handed_over.file_reads import FileReads
 from varuna.job.handed_over.kept_values import KeptValues
-from varuna.job.handed_over.marks import PLAIN, attributes, mark, shown, ways_into
+from varuna.job.handed_over.marks import PLAIN, attributes, mark_of, shown, ways_into
 from varuna.job.handed_over.module_watch import Changed, ModuleWatch
 from varuna.job.handed_over.script_options import ScriptOptions
 from varuna.partition.watching.own_code import OWN
@@ -145,7 +156,7 @@ _GLOBAL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backwa
 
 
 class _All(frozenset[str]):
-    """All names."""
+    """The set of all names."""
 
     def __contains__(self, _: object) -> bool:
         return True
@@ -167,9 +178,9 @@ class _Watched:
 
     def __init__(self, place: ReadPlace, role: Role, names: frozenset[str], depth: int = 0) -> None:
         self.place, self.role, self._names, self._depth = place, role, names, depth
-        self.look()
+        self.remember()
 
-    def look(self) -> bool:
+    def remember(self) -> bool:
         """Remember what is there now; return whether that is something else than before."""
         value, before = self.place.value(), self.mark
         if not self._is_same(value):
@@ -202,8 +213,9 @@ class _Watched:
         own = None if self.place.keys or issubclass(type(value), _CONTAINERS) else attributes(value)
         if own is not None:
             value = {key: each for key, each in own.items() if key in self._names}
-        return mark(value, self._names, self._depth)
+        return mark_of(value, self._names, self._depth)
 
+    # of the class, so that the first remember() has something to compare with
     _value: Any = MISSING
     _is_fixed = True
     _copy: Any = None
@@ -334,6 +346,7 @@ class HandedOver:
         self.options = None if optimizer is None else ScriptOptions(optimizer)
         self.watch = None if model is None else ModuleWatch(model, _refuse_touch, self._names_of_forward)
         self._kept_values = KeptValues((), (), _refuse_kept)
+        self._files = FileReads(function for role, function in self._functions if role in _KEEPING)
         self._read_in_steps: list[tuple[str, ReadPlace]] = []
         self._watched: list[_Watched] = []
         self._modules: list[tuple[Role, ModuleWatch]] = []
@@ -344,24 +357,25 @@ class HandedOver:
     def _reads_of_forward(self) -> Reads:
         found = Reads()
         if self._model is not None:
-            found.follow(self._model, "model")
+            found.follow_reads(self._model, "model")
         return found
 
     def _names_of_forward(self) -> set[str]:
         return self._reads_of_forward.names | self._reads_of_forward.texts
 
-    def before_capture(self) -> None:
-        """Remember what is where captured code will keep values."""
+    def before_capture(self) -> AbstractContextManager[None]:
+        """Remember what is where captured code will keep values; return the block in which it is captured."""
         written, read = list[tuple[str, ReadPlace]](), list[tuple[str, ReadPlace]]()
         for role, function in [*self._functions, (FORWARD, self._model)]:
             if role in _KEEPING and function is not None:
                 found = self._reads_of_forward if role is FORWARD else Reads()
                 if role is not FORWARD:
-                    found.follow(function, role.name)
+                    found.follow_reads(function, role.name)
                 written += [(role.name, each) for each in found.kept]
                 own = getattr(function, "__self__", found)  # such as Hugging Face's Trainer, which others change, too
                 read += [(role.name, each) for each in found.places.values() if each.base is not own]
         self._kept_values = KeptValues(written, read, _refuse_kept)
+        return self._files.noted()
 
     def begin(self) -> None:
         """Remember how everything is, before the script gets control for the first time.
@@ -379,7 +393,7 @@ class HandedOver:
         if self.watch is not None:
             self.watch.begin()
         if self.options is not None:
-            self.options.look()
+            self.options.remember()
         if self._optimizer is not None:
             vars(self._optimizer)["state"] = _StateAway()  # for good: nothing brings the state here after the loop
             self._own.append(_Own(self._optimizer, "the optimizer", _COPIED))
@@ -412,7 +426,7 @@ class HandedOver:
 
     @contextmanager
     def script(self, options: Any = None, *, steps: int = 0) -> Iterator[None]:
-        """In this block the script has control.
+        """Give the script control in this block.
 
         Args:
             options: of the next step, for its optimizer's groups.
@@ -422,7 +436,7 @@ class HandedOver:
         if self._kept_values.restored_first():
             self._refuse_reads_of_kept()
         if self.options is not None:
-            self.options.show(options)
+            self.options.show_options(options)
         self._show_schedule(steps)
         self._refresh()
         with self._kept_values.hidden(), nullcontext() if self.watch is None else self.watch.script():
@@ -430,7 +444,7 @@ class HandedOver:
 
     @contextmanager
     def callbacks(self, *, may_read: bool) -> Iterator[None]:
-        """In this block functions of the user's run between Varuna's own code.
+        """Let functions of the user's run in this block, between Varuna's own code.
 
         Args:
             may_read: the script's model has the newest values here.
@@ -441,12 +455,12 @@ class HandedOver:
             yield
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """In this block Varuna works, asked for by the script, and may call the user's functions."""
+    def unwatched(self) -> Iterator[None]:
+        """Let Varuna work in this block, asked for by the script; it may call the user's functions."""
         with nullcontext() if self.watch is None else self.watch.engine(), self._kept_values.shown():
             yield
         for each in self._watched:
-            each.look()
+            each.remember()
 
     def check(self, where: FrameType | None, who: str = "the script") -> None:
         """Refuse what the script has changed of what training reads.
@@ -463,6 +477,11 @@ class HandedOver:
             raise UsageError(
                 f"while trainer.steps(n) was running, {who} changed {change.name}"
                 f"{'' if change.before is MISSING else values}{at_line(change.last, where)}. {way_out}"
+            )
+        if self._begun and (file := self._files.changed()) is not None:
+            raise UsageError(
+                f"while trainer.steps(n) was running, {file.path} changed{at_line('', where)}. The code at "
+                f"{file.read_at} reads it. {_CAPTURED}"
             )
 
     def written(self, step: int) -> Writes:
@@ -494,7 +513,7 @@ class HandedOver:
 
     def _add(self, role: Role, function: Any) -> Reads:
         found = Reads()
-        found.follow(function, role.name)
+        found.follow_reads(function, role.name)
         if role is DATASET and isinstance(function, list | tuple | Mapping):  # it has no code
             self._watch(ReadPlace(function, (), "dataset"), role)
         if isinstance(function, nn.Module):
@@ -509,7 +528,7 @@ class HandedOver:
         for module, _ in found.modules.values():
             if id(module) not in own:
                 watch = ModuleWatch(module, _refuse_touch, functools.partial(set, names))
-                watch.look()
+                watch.remember()
                 self._modules.append((role, watch))
         for place in found.singletons():
             self._watch(place, role, names - found.stored)
@@ -552,7 +571,9 @@ class HandedOver:
         What was captured may not change at all.
         """
         self._watched = [
-            each for each in self._watched if each.role.captured or not (each.look() and each.role.way_out is _AHEAD)
+            each
+            for each in self._watched
+            if each.role.captured or not (each.remember() and each.role.way_out is _AHEAD)
         ]
 
     def _show_schedule(self, steps: int) -> None:
@@ -562,7 +583,7 @@ class HandedOver:
         vars(self._schedule)["_last_lr"] = [group["lr"] for group in self._optimizer.param_groups]
         if not isinstance(self._schedule, ReduceLROnPlateau):
             self._schedule.last_epoch = self._first_epoch + steps
-            self._own[-1].watched["last_epoch"].look()
+            self._own[-1].watched["last_epoch"].remember()
 
     def _changes(self) -> Iterator[tuple[Changed, str]]:
         for each in self._watched:

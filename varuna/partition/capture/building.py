@@ -32,12 +32,13 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One op of the constructor."""
+        """Run one op of the constructor."""
         given = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
         if tensors and not any(tensor.is_meta for tensor in tensors) and not _is_unknown(func):
             return func(*args, **given)
         if not tensors and not _is_unknown(func):
+            # without memory first: only what turns out small is computed
             shape = func(*args, **_on("meta", func, given))
             if not isinstance(shape, Tensor) or shape.numel() <= MOST_ELEMENTS:
                 return func(*args, **_on("cpu", func, given))
@@ -47,7 +48,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_unknown(func: Any) -> bool:
-    """Whether the op makes new tensors whose values the code does not fix; an op that writes into a tensor does not."""
+    """Return whether the op makes new tensors whose values the code leaves open; one that writes in place does not."""
     name = func._schema.name.removeprefix("aten::")
     random = torch.Tag.nondeterministic_seeded in func.tags and not name.endswith("_")
     return random or name.startswith(("empty", "new_empty"))
@@ -71,7 +72,7 @@ class BuiltModel(NamedTuple):
 
 
 def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> BuiltModel:
-    """The module in the modes that it was given, its parameters and buffers fakes of ``mode``.
+    """Build the module in the modes that it was given, its parameters and buffers fakes of ``mode``.
 
     Raises:
         ModelError: ``build`` returned something else than a module.

@@ -2,7 +2,19 @@
 
 The model is built under fake tensors, so nothing is allocated, and exported once with a symbolic batch
 dimension. Only the loss (and the user's metric sums) are outputs: nothing else of the model's output
-survives.
+survives::
+
+    build, without memory        first samples, at least 3 rows
+              |                           |
+              v                           v
+          LossModule  <---  fake batch, and values: of the code, of samples, of parameters (KnownInputs)
+              |
+              |   export.py: with as few of these values as lead to a graph; what still
+              v   stands in the way becomes one operation that runs as written
+       exported program
+              |   accept(): regions in line; branches taken by values become
+              v   conditions (of samples) and truths (of activations)
+           Capture    graph -> (loss, *metric sums), and names for all that flows into it
 """
 
 import hashlib
@@ -81,7 +93,7 @@ class KnownInputs:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """In this block, one worker of a host at a time builds whole models."""
+        """Let one worker of a host at a time build whole models, in this block."""
         with self._turn:
             yield
             self._whole = None
@@ -102,6 +114,7 @@ class KnownInputs:
         found = {id(self.inputs[key]): (value.clone(), ValueSource.SAMPLES) for key, value in self.samples.items()}
         for name, value in known.items():
             if name in named and named[name].shape == value.shape:
+                # a way may write to buffers, so each gets copies; nothing writes to parameters, which are large
                 is_first = isinstance(named[name], nn.Parameter)
                 grade = ValueSource.PARAMETERS if is_first else ValueSource.SAMPLES
                 found[id(named[name])] = (value.to(named[name].dtype, copy=not is_first), grade)
@@ -144,7 +157,7 @@ class Recipe:
     own: nn.Module | None = None
     """the script's own model or loss, if ``build`` copies it: code that refers to it gets the copy that runs"""
     trains_nothing_else: bool = False
-    """the script's optimizer is built, so that nobody trains a parameter that is no part of the model"""
+    """the script's optimizer is built, so that no parameter beside the model's is trained"""
     eager: tuple[str, ...] = ()
     """paths of modules that run as written, as one operation each, if that is known already"""
     outputs: OutputsFunction | None = None
@@ -221,7 +234,7 @@ _WAYS_TO_LOSS = {
 
 
 def loss_of(output: object, who: str = "the model") -> Tensor:
-    """The loss in what the model, or ``loss=``, returns.
+    """Find the loss in what the model, or ``loss=``, returns.
 
     Raises:
         ModelError: it is not a scalar tensor, and has none.
@@ -269,6 +282,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     """
     batch, sizes = of_samples(batch), recipe.sizes
     samples = {key: value.detach().cpu() for key, value in batch.items()}
+    # more than that where a loss needs them, such as the k largest of a micro-batch (JobSpec.captured_batch)
     rows = max(EXPORT_EXAMPLES, len(next(iter(samples.values()))))
     samples = _rows(samples, rows) if sizes is None else told_apart(samples, sizes)
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -385,7 +399,7 @@ def _check_keys(model: nn.Module, batch: Batch) -> None:
 
 
 def _name_others(model: nn.Module, recipe: Recipe, batch: Batch) -> None:
-    """Say which keys of a sample nobody takes; a function of the user's may read any."""
+    """Say which keys of a sample ``forward`` does not take; a function of the user's may read any."""
     takes = accepted_keys(model)
     if takes is None or recipe.loss is not None or recipe.metrics is not None:
         return

@@ -54,7 +54,7 @@ class Construction:
         return None if view is None or self.recorder.draws(view) else self.recorder.replay(view)
 
     def is_random(self, buffer: str) -> bool:
-        """Whether a buffer's values depend on random numbers."""
+        """Return whether a buffer's values depend on random numbers."""
         return bool(self.recorder.draws(self.buffers[buffer]))
 
     def check_independent(self) -> None:

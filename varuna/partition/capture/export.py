@@ -48,7 +48,7 @@ _SPLIT = (torch.split, Tensor.split)
 
 
 class ListedSamples(TorchFunctionMode):
-    """While a model is captured, the number of samples stays open where a list is made of them."""
+    """Keeps the number of samples open where a captured model makes a list of them."""
 
     def __init__(self, value_of: Callable[[Tensor], Tensor | None]) -> None:
         """Prepare.
@@ -63,7 +63,7 @@ class ListedSamples(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One call of torch."""
+        """Run one call of torch."""
         if func is Tensor.__len__ and _is_open(args[0]):
             self.used = True
             raise TypeError(LOOPS)  # ``list`` asks how long it will be, and does without an answer
@@ -94,7 +94,7 @@ class ListedSamples(TorchFunctionMode):
 
 
 def _is_open(value: object) -> bool:
-    """Whether the number of elements along the first dimension is unknown."""
+    """Return whether the number of elements along the first dimension is unknown."""
     size = value.shape[0] if isinstance(value, Tensor) and value.dim() else 0
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
@@ -130,7 +130,7 @@ class Comparing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One call of torch."""
+        """Run one call of torch."""
         given = dict(kwargs or {})
         if func in (torch.equal, Tensor.equal) and len(args) == 2 and args[0].dtype is args[1].dtype:
             one, other = args
@@ -216,6 +216,7 @@ def _some_way(
     last: Exception | None = None
     noticed = ForwardFindings()
     asks_for_data = False
+    # the least first: what was followed by values must be checked in every batch, what the code says need not
     for most in ValueSource:
         known = given(most) if most is not ValueSource.PARAMETERS or asks_for_data else None
         if known is None:
@@ -319,7 +320,7 @@ def _open_dims(fake: Mapping[str, Tensor], sizes: OpenSizes, names: Sequence[Any
 
 
 def _is_for_some_sizes(error: Exception) -> bool:
-    """Whether the graph holds for some numbers of samples only, which no values would change."""
+    """Return whether the graph holds for some numbers of samples only, which no values would change."""
     return isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION
 
 
@@ -365,7 +366,7 @@ class _Lines:
         return _Lines()
 
     def summary(self) -> traceback.StackSummary:
-        """From the outermost ``forward`` on, without torch's and Varuna's own functions; the innermost frame last."""
+        """List the frames from the outermost ``forward`` on, without torch's and Varuna's own; the innermost last."""
         frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))][::-1]
         begin = next((i for i, frame in enumerate(frames) if frame.f_code.co_name == "forward"), len(frames))
         codes = [(frame.f_code, frame.f_lineno) for frame in frames[begin:]]

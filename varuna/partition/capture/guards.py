@@ -63,6 +63,7 @@ class _Past:
         """Everything that ``values`` are computed from, and the values themselves."""
 
         def behind(node: Node) -> list[Node]:
+            # fx compares nodes by their place in the graph: a later write is not in what was read
             return [*node.all_input_nodes, *(each for each in self.memory.writers(node) if each < max(values))]
 
         return closure(values, behind)
@@ -80,7 +81,7 @@ def taken_for_granted(
     of_activations: bool,
     is_certain: bool,
 ) -> BranchAssumptions | None:
-    """Conditions and truths of an exported graph; None if something else was taken for granted as well.
+    """Find conditions and truths of an exported graph; None if something else was taken for granted as well.
 
     Args:
         graph: as exported, its assertions in place; truths are added to it.
@@ -132,7 +133,7 @@ def taken_for_granted(
 
 
 def _is_own(node: Node) -> bool:
-    """Whether the user asserted it, of a tensor."""
+    """Return whether an assertion is the user's own, of a tensor."""
     is_async = op_name(node) == _ASYNC and isinstance(node.args[0], Node)
     return is_async and not str(node.args[-1]).startswith(LIMITED)
 
@@ -143,7 +144,7 @@ def _names_of(node: Node) -> set[str]:
 
 
 def _says_something(condition: object) -> bool:
-    """Whether a condition says more than that a number made of a truth is 0 or 1."""
+    """Return whether a condition says more than that a number made of a truth is 0 or 1."""
     if not isinstance(condition, Node) or condition.target not in (operator.ge, operator.le):
         return isinstance(condition, Node)
     return not (isinstance(condition.args[0], Node) and condition.args[0].target is torch.sym_ite)
@@ -207,6 +208,7 @@ def _made(node: Node, before: Node, known: dict[Node, Node | None]) -> Node | No
         with graph.inserting_before(before):
             single = _call(graph, aten.reshape.default, (source, []), source)
             exact = source.meta["val"].is_floating_point()
+            # Python's floats have 64 bits: rounded to fewer, a comparison could go the other way
             return _call(graph, aten.to.dtype, (single, torch.float64), source) if exact else single
     target = _ON_TENSORS.get(node.target)
     if target is None or node.kwargs:

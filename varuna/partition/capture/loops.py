@@ -12,7 +12,7 @@ _LEFT_AS_IS = (Tensor.squeeze, torch.squeeze, Tensor.flatten, torch.flatten)
 
 
 class MaskLoopUnroller(TorchFunctionMode):
-    """While a model is captured, ``for i in mask.nonzero():`` visits every index of the vector ``mask``.
+    """Lets ``for i in mask.nonzero():`` of a captured model visit every index of the vector ``mask``.
 
     How many are true depends on data, so export cannot unroll the loop; how many there are does not. What a loop does
     for a place that is not true must be nothing: an expert without tokens adds nothing. Capture notes that it relied
@@ -28,7 +28,7 @@ class MaskLoopUnroller(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One call of torch."""
+        """Run one call of torch."""
         given = dict(kwargs or {})
         first = args[0] if args else None
         if func is Tensor.__format__ and first is not None and first.dim() == 0:

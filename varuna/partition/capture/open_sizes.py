@@ -29,7 +29,7 @@ class _Shared:
 
     def __init__(self, place: Callable[[], None], take_away: Callable[[], None]) -> None:
         self._place, self._take_away = place, take_away
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the first export of any thread places the function, the last takes it away
         self._attempts: dict[int, list[int]] = {}  # of each thread, the innermost last
 
     @property
@@ -40,7 +40,7 @@ class _Shared:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Let this thread have it."""
+        """Let this thread have the other function, in this block."""
         thread = threading.get_ident()
         with self._lock:
             if not self._attempts:
@@ -58,7 +58,7 @@ class _Shared:
 
 
 def general_lengths() -> Any:
-    """``len(x)`` of a tensor is ``x.shape[0]``, which may be the number of samples: Python makes one number of it.
+    """Let ``len(x)`` of a tensor be ``x.shape[0]``, maybe the number of samples: Python makes one number of it.
 
     So is that of a list of the samples. A loop (``range(len(x))``) needs one number all the same.
     """
@@ -66,7 +66,7 @@ def general_lengths() -> Any:
 
 
 def hashed_sizes() -> Any:
-    """A size of any number may be a key in the user's code (``functools.lru_cache``), which export does not let it be.
+    """Let a size of any number be a key in the user's code (``functools.lru_cache``), as export does not.
 
     What is kept under it belongs to one attempt to export: no other one finds it.
     """

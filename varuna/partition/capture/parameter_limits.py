@@ -22,7 +22,7 @@ LIMITED = "varuna: limited at "
 
 
 class Limits(TorchFunctionMode):
-    """While a model is captured, turns such a write into an assertion."""
+    """Turns such a write of a captured model into an assertion."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Limits(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One call of torch."""
+        """Run one call of torch."""
         given = dict(kwargs or {})
         if func == _DATA and args[0].is_leaf and args[0].requires_grad:
             found = func(*args)

@@ -54,7 +54,7 @@ class _Memory:
 
     def __init__(self, grade: ValueSource | None) -> None:
         self.grade = grade
-        """None: unknown; memory that nobody has filled, or filled with something unknown"""
+        """None: unknown; memory that nothing has filled, or that was filled with something unknown"""
 
 
 class _Value:
@@ -83,7 +83,7 @@ class RealValues:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """In this block, every fake tensor mode also computes real values."""
+        """Let every fake tensor mode also compute real values, in this block."""
         modes: Any = FakeTensorMode
         environments: Any = ShapeEnv
         dispatch, from_tensor = modes.dispatch, modes.from_tensor
@@ -174,7 +174,7 @@ class RealValues:
         return made
 
     def _with_numbers(self, mode: FakeTensorMode, func: Any, args: Any) -> Any:
-        """Masks that are known for certain, among the indices of a tensor, as numbers: how many is then known, too."""
+        """Turn masks that are known for certain, among the indices of a tensor, into numbers of known count."""
         if func is not torch.ops.aten.index.Tensor:
             return args
         indices: list[Any] = []
@@ -202,10 +202,11 @@ class RealValues:
             return None
         read = values
         if name in _OVERWRITES and written and written[0] is not None and _is_whole(written[0].real):
+            # what is overwritten as a whole need not have been known
             read = values[1:]
         grades = [None if value is None else value.memory.grade for value in read]
         if torch.Tag.nondeterministic_seeded in func.tags:
-            grades.append(ValueSource.PARAMETERS)
+            grades.append(ValueSource.PARAMETERS)  # the next micro-batch draws others: no more than an example
         if any(isinstance(leaf, _SYMBOLS) for leaf in leaves):
             grades.append(ValueSource.SAMPLES)
         worst = ValueSource.CODE
@@ -223,7 +224,7 @@ class RealValues:
         return self._value(tensor)
 
     def _is_affordable(self, made: Any) -> bool:
-        """Whether a result is small enough to be computed."""
+        """Return whether a result is small enough to be computed."""
         if self.most is not ValueSource.CODE:
             return True
         sizes = [leaf.numel() * leaf.element_size() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
@@ -260,6 +261,7 @@ class RealValues:
     def _note(
         self, mode: FakeTensorMode, made: Any, real: Any, grade: ValueSource | None, sources: list[_Value | None]
     ) -> None:
+        # a view has its base's memory, so that a write to either is known of both
         memories = {source.real.untyped_storage()._cdata: source.memory for source in sources if source is not None}
         for fake, found in zip(tree_leaves(made), tree_leaves(real), strict=False):
             if isinstance(fake, FakeTensor) and isinstance(found, Tensor):
@@ -290,7 +292,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _is_whole(value: Tensor) -> bool:
-    """Whether a tensor covers its memory."""
+    """Return whether a tensor covers its memory."""
     return value.numel() * value.element_size() == value.untyped_storage().nbytes() and _is_dense(value)
 
 

@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(call, "aten::normal_", arguments, structure, [view], [], draws=True)
 
     def view(self, tensor: Tensor) -> View:
-        """The place of a tensor."""
+        """Return the place of a tensor."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._storages:
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return View(key, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
     def draws(self, view: View) -> frozenset[int]:
-        """Numbers of the operations with random numbers that the tensor depends on."""
+        """Return the numbers of the operations with random numbers that a tensor depends on."""
         return frozenset(i for i in self._history.get(view.storage, ()) if self._operations[i].draws)
 
     def replay(self, view: View, seed: int = 0, *keys: int | str) -> Tensor:
@@ -143,11 +143,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         index = len(self._operations)
         self._operations.append(Operation(call, name, arguments, structure, made, draws))
         for storage in fresh | {view.storage for view in written}:
+            # a write over a part adds to what the storage depends on; one over all of it starts anew
             kept = frozenset() if storage in fresh | overwritten else self._history.get(storage, frozenset())
             self._history[storage] = before | kept | {index}
 
     def _is_whole(self, view: View) -> bool:
-        """Whether the view covers its storage."""
+        """Return whether the view covers its storage."""
         size = torch.Size(view.size).numel()
         dense = sorted(zip(view.stride, view.size, strict=True))
         expected = 1
@@ -169,6 +170,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for view, result in zip(operation.made, results, strict=False):
             if view is None:
                 continue
+            # views recorded of this result count on its strides, which a real kernel may choose differently
             if (tuple(result.stride()), result.storage_offset()) == (view.stride, view.offset):
                 storages[view.storage] = result.untyped_storage()
             else:

@@ -62,6 +62,7 @@ def find_writes(capture: Capture, results: Sequence[Node]) -> Writes:
     Raises:
         ModelError: forward() writes a parameter or a constant.
     """
+    # each rewrites one kind of write into writes to buffers; what is left of others, _written refuses
     _name_once(capture)
     _copy_results(capture)
     normalised = _take_statistics(capture)
@@ -78,7 +79,7 @@ def _written(capture: Capture) -> list[Node]:
     found = [node for node in capture.graph.find_nodes(op="placeholder") if memory.is_written(node)]
     for node in found:
         _check_writers(capture, node, memory.writers(node))
-    return [node for node in found if node.users]
+    return [node for node in found if node.users]  # one that _name_once has merged into another has none
 
 
 def separate_updates(capture: Capture, results: Sequence[Node]) -> tuple[BufferWrite, ...]:
@@ -87,11 +88,11 @@ def separate_updates(capture: Capture, results: Sequence[Node]) -> tuple[BufferW
     Raises:
         ModelError: a result depends on a buffer that forward() writes.
     """
-    placeholders = _written(capture)
+    placeholders = _written(capture)  # anew: updates of the whole batch have been taken out since find_writes
     dependent = _dependent(capture, placeholders)
     _check_apart(capture, dependent, placeholders, results)
     updates = tuple(_update(capture, part, placeholders) for part in _components(dependent, placeholders))
-    for node in reversed(dependent):
+    for node in reversed(dependent):  # users first: fx erases no node that is used
         capture.graph.erase_node(node)
     return updates
 
@@ -169,10 +170,11 @@ def batch_statistics(graph: Graph) -> list[Node]:
 
 
 def _take_statistics(capture: Capture) -> frozenset[Node]:
-    """Let each normalisation write its batch's own statistics (momentum 1), and update the buffers apart."""
+    """Let each normalisation write its batch's own statistics (momentum 1), from which other ops update the buffers."""
     graph, buffers = capture.graph, set[Node]()
     for node in list(graph.nodes):
         written = written_arguments(node) if op_name(node) in NORMS_WITH_STATISTICS else []
+        # (input, weight, bias, 3: running mean, 4: running variance, 5: use the batch's own, 6: momentum, ...)
         momentum = node.args[6] if written else 0.0
         buffers.update(written)
         for position, buffer in zip((3, 4), written, strict=False):
@@ -183,6 +185,8 @@ def _take_statistics(capture: Capture) -> frozenset[Node]:
                 )
             fresh.meta = {**node.meta, "val": torch.zeros_like(value)}
             node.update_arg(position, fresh)
+            # old * (1 - momentum) + fresh * momentum, as the norm itself computes it: with momentum 1, fresh is what
+            # the batch alone gives, a statistic that needs no buffer
             with graph.inserting_after(node):
                 kept = graph.call_function(aten.mul_.Tensor, (buffer, 1 - momentum))
             with graph.inserting_after(kept):
@@ -207,7 +211,7 @@ def _copy_written_inputs(capture: Capture) -> None:
             copy.meta = dict(node.meta)  # what shared the sample's memory shares the copy's
             node.meta["val"] = torch.clone(node.meta["val"])
             for user in list(node.users):
-                if user >= place:
+                if user >= place:  # fx compares nodes by their place in the graph
                     user.replace_input_with(node, copy)
 
 

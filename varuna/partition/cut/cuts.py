@@ -1,7 +1,15 @@
 """Cut-points: few live bytes after equally heavy sections (paper §"Auto-partitioning").
 
 Pure arithmetic over two curves along the graph: the cost of each op and the bytes that would cross a
-cut after it. Besides, it is told which ops are layers: those that apply parameters.
+cut after it. Besides, it is told which ops are layers: those that apply parameters. A model of 12 layers::
+
+    position       0    1    2  |   3    4    5  |  ...  |  36    37
+    op            up  gelu  down|  up  gelu  down|       | head  loss
+    cost           4    1    4  |   4    1    4  |       |   6     1
+    live bytes    17   17    4  |  17   17    4  |       |  50     -
+
+    valleys       2, 5, ... 35  (and 36, the logits, which do not count: only the loss follows)
+    3 requested   8, 17, 29     near 1/4, 2/4, 3/4 of the cost
 """
 
 from bisect import bisect_left, bisect_right
@@ -25,7 +33,7 @@ def choose_cuts(
     *,
     layers: Sequence[int] = (),
 ) -> list[int]:
-    """Positions to cut after, ascending.
+    """Choose the positions to cut after, ascending.
 
     Args:
         costs: cost of each op, in graph order; any unit.
@@ -36,16 +44,19 @@ def choose_cuts(
     """
     reached = list(accumulate(costs))
     total = reached[-1] if reached else 0.0
+    # after the last op nothing is left to cut off; nor do ops that cost nothing make a section
     allowed = [i for i, size in enumerate(live_bytes[:-1]) if size is not None and 0 < reached[i] < total]
     if not allowed or total <= 0:
         return []
     found = _valleys(allowed, reached, live_bytes)
     valleys = _not_within_losses(_without_plateaus(found, reached, live_bytes), allowed, found, layers, live_bytes)
     if requested is None:
+        # the more valleys, the smaller the median gap: the share of MOST_SECTIONS is a floor that does not shrink
         gaps = [b - a for a, b in pairwise([0.0, *(reached[i] for i in valleys), total])]
         spaced = _spaced(valleys, reached, max(total / MOST_SECTIONS / 2, LIGHTEST * median(gaps)))
         return spaced if len(spaced) < MOST_SECTIONS else _even(spaced, reached, MOST_SECTIONS - 1)
     narrow = _not_within_losses(allowed, allowed, found, layers, live_bytes)
+    # fewer valleys than cuts asked for: any place outside of losses, then any place at all
     candidates = next((some for some in (valleys, narrow) if len(some) >= requested), allowed)
     return _lightest_in_windows(candidates, reached, live_bytes, requested)
 
@@ -156,14 +167,17 @@ def _lightest_in_windows(
 def _pick(
     positions: Sequence[int], reached: Sequence[float], number: int, choose: Callable[[Sequence[int], float], int]
 ) -> list[int]:
-    """For each of ``number`` goals take ``choose`` of the positions within half a section around it."""
+    """Take ``choose`` of the positions within half a section around each of ``number`` goals."""
+    # goal k of number has k shares before it: then number + 1 sections are equally heavy
     share = reached[-1] / (number + 1)
     chosen: set[int] = set()
     for k in range(1, number + 1):
         goal = share * k
         free = [i for i in positions if i not in chosen]
+        # windows of half a share on either side do not overlap, so one goal does not take another one's place
         near = [i for i in free if abs(reached[i] - goal) <= share / 2] or free
         if near:
+            # an empty window: the single nearest place, whatever crosses there
             in_reach = near if near is not free else [min(free, key=lambda i: abs(reached[i] - goal))]
             chosen.add(choose(in_reach, goal))
     return sorted(chosen)

@@ -21,6 +21,7 @@ from varuna.partition.graph.flow import Flow
 from varuna.partition.watching.fake_mode import FakeMode
 from varuna.partition.watching.live_bytes import Allocated
 
+# two points make a line; not 1, since ops broadcast or drop a dimension of one element
 _SIZES = (2, 4)
 _REMEMBERED = 256
 
@@ -76,6 +77,7 @@ def _of(section: SectionGraph, arguments: list[_Argument | None] | None, flow: F
     if arguments is None:
         return None
     examples = _examples(flow)
+    # equal layers run once: shape_of leaves out the names of nodes, in which they differ
     key = hashlib.sha256(repr((shape_of(section.module), arguments, examples)).encode()).hexdigest()
     if key not in _known:
         while len(_known) >= _REMEMBERED:
@@ -138,6 +140,7 @@ def _footprint(
 
 def _each(large_bytes: int, examples: tuple[int, int]) -> int:
     """Bytes per example, from those at the larger size."""
+    # rounded up: a plan must not promise less than what is used
     return -(-large_bytes // examples[1])
 
 
@@ -146,6 +149,7 @@ def _line(small_bytes: int, large_bytes: int, examples: tuple[int, int]) -> tupl
     low, high = examples
     if low == high:
         return _each(large_bytes, examples), 0
+    # not below 0: a kernel may need less at the larger size
     each_bytes = max(0, large_bytes - small_bytes) // (high - low)
     return each_bytes, max(0, large_bytes - each_bytes * high)
 
@@ -159,6 +163,7 @@ def _run(whole: GraphModule, halved: GraphModule | None, arguments: Sequence[_Ar
         activation_bytes, backward_bytes = _recorded(whole, given, counted)
         split_bytes = backward_bytes
         if halved is not None:
+            # new leaves: the whole graph's backward has left its gradients with the others
             split_bytes = _recorded(halved, [pending, *_given(arguments, index)], counted)[1]
     return _Bytes(activation_bytes, forward_bytes, backward_bytes, split_bytes, _queued_bytes(pending))
 
@@ -167,6 +172,7 @@ def _forward_bytes(module: GraphModule, given: Sequence[Any], counted: Allocated
     """Bytes that F needs, which keeps nothing."""
     before_bytes = counted.now_bytes
     with torch.no_grad():
+        # what is sent must be contiguous: a copy, where it is not
         _ = [value.contiguous() for value in module.forward(*given)]
     return counted.peak_bytes - before_bytes
 
@@ -178,6 +184,7 @@ def _recorded(module: GraphModule, given: Sequence[Any], counted: Allocated) -> 
     with torch.enable_grad():
         made = list(module.forward(*given))
     activation_bytes = counted.now_bytes - before_bytes
+    # gradients that come from the next stage are there before B begins, so they count as B's
     pairs = [(value, torch.empty_like(value)) for value in made if value.requires_grad]
     if pairs:
         torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
@@ -187,6 +194,7 @@ def _recorded(module: GraphModule, given: Sequence[Any], counted: Allocated) -> 
 def _queued_bytes(pending: PendingWeights) -> int:
     """Bytes of all that W will multiply, without parameters, which exist anyway."""
     kept = (value.untyped_storage() for _, _, taken, gradient in pending.parts for value in (taken, gradient))
+    # several linears may have taken one tensor (q, k, v): its memory counts once
     return sum({storage._cdata: storage.nbytes() for storage in kept}.values())
 
 

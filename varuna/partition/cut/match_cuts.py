@@ -67,8 +67,10 @@ def same_sections(
         live_bytes = flow.live_bytes()
         sections = [_sections_of(node, flow, homes) for node in flow.ops]
         found: list[int] = []
+        # number: the section that ends at this cut. Ops of sections up to it stay before, those of later ones behind
         least = -1  # a cut in front of all operations: the section is empty
         for number, cut in enumerate(cuts):
+            # an op with a tied parameter may be in several sections: only what must lie on one side limits the cut
             before = (i for i, may in enumerate(sections) if may is not None and max(may) <= number)
             after = (i for i, may in enumerate(sections) if may is not None and min(may) > number)
             least = max((least, *before))
@@ -79,6 +81,7 @@ def same_sections(
                     f"there is no place to cut between sections {number} and {number + 1}: their parameters are used "
                     "in another order"
                 )
+            # the op at the other graph's cut may be missing here (dropout): then the last one before it that is not
             goal = next((where[position] for position in range(cut, -1, -1) if position in where), -1)
             least = min(free, key=lambda i: abs(i - goal))
             found.append(least)
@@ -110,5 +113,6 @@ def _aligned(one: Sequence[Operation], other: Sequence[Operation]) -> dict[int, 
     """Position in ``one`` -> position of the same operation in ``other``."""
     if list(one) == list(other):
         return {position: position for position in range(len(one))}
+    # autojunk ignores what occurs often in a long sequence: here the ops of every layer
     blocks = SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks()
     return {block.a + i: block.b + i for block in blocks for i in range(block.size)}

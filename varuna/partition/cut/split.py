@@ -2,7 +2,16 @@
 
 Ops that depend on inputs and constants only are rebuilt in every section that needs them; model inputs
 are read from the dataset by the section that uses them; everything else that is used after a cut crosses
-it, and is relayed through sections that do not use it.
+it, and is relayed through sections that do not use it::
+
+    position     0  1     2  3     4  5       cuts = [1, 3]: after these positions
+    op           a  b  |  c  d  |  e  f       b is used by c and f, d by e
+    section      0  0  |  1  1  |  2  2
+
+    crossings    ()     (b,)     (b, d)       into section 0, 1, 2; section 1 relays b
+
+    arguments of a section    takes, inputs, batch size, parameters, buffers, constants
+    results of a section      makes, statistics, truths; the last one's makes are loss and metric sums
 """
 
 import operator
@@ -128,6 +137,7 @@ def split(
     updates_of: dict[int, list[BufferWrite]] = {}
     for update in updates:
         reading = flow.reading(update.read)
+        # the last section that makes a statistic or reads the buffers: only there all of them are known
         owner = max((section_of.get(node, 0) for node in (*update.statistics, *reading)), default=0)
         updates_of.setdefault(owner, []).append(update)
         for node in update.statistics:
@@ -158,6 +168,7 @@ def _last_sections(flow: Flow, section_of: dict[Node, int], results: Sequence[No
                 last[source] = max(last[source], section_of[node])
     for node in results:
         if node in last:
+            # loss and metrics are returned by the last section, wherever they were computed
             last[node] = final
     return last
 
@@ -181,7 +192,7 @@ def _closure(own: Sequence[Node], results: Sequence[Node], flow: Flow) -> set[No
         node = stack.pop()
         if node not in needed and (node in flow.rebuilt or node.op == "get_attr"):
             needed.add(node)
-            if flow.size_of(node) is None:
+            if flow.size_of(node) is None:  # else computed from the batch size, not from what it was read from
                 stack.extend((*node.all_input_nodes, *flow.memory.writers(node)))
     return needed
 
@@ -207,7 +218,7 @@ class _Builder:
         return "takes"
 
     def declare(self, order: Sequence[Node], results: Sequence[Node], held: Sequence[Node]) -> None:
-        """Placeholders first: takes, inputs, batch size, then parameters (also those only held), buffers, constants."""
+        """Declare placeholders: takes, inputs, batch size, parameters (also those only held), buffers, constants."""
         sources = [s for node in order if self.flow.size_of(node) is None for s in node.all_input_nodes]
         outside = dict.fromkeys(node for node in (*sources, *results, *held) if node not in self.members)
         for node in outside:
@@ -238,7 +249,7 @@ def section_graph(
     updates: Sequence[BufferWrite] = (),
     held: Collection[str] = (),
 ) -> SectionGraph:
-    """The section that runs ``own`` and rebuilds what it needs; returns ``made``, then statistics, then truths."""
+    """Build the section that runs ``own``, rebuilds what it needs, and returns ``made``, statistics, truths."""
     statistics = list(dict.fromkeys(node for update in updates for node in update.statistics))
     mine = set(own)
     truths = [
@@ -248,9 +259,11 @@ def section_graph(
     ]
     results = [*made, *statistics, *(truth.node for truth in truths)]
     members = mine | _closure(own, results, flow)
+    # members is a set: the captured order puts a write in place before what reads it
     order = [node for node in flow.capture.graph.nodes if node in members]
     builder = _Builder(flow, members)
     placeholders = {flow.capture.parameters.get(n.name): n for n in flow.capture.graph.find_nodes(op="placeholder")}
+    # sorted: held may be a set, and every worker must have the same order of arguments
     builder.declare(order, results, [placeholders[name] for name in sorted(held) if name in placeholders])
     for node in order:
         builder.copy(node)

@@ -1,7 +1,12 @@
 """Backward in two halves: linears of a section graph that leave their weight gradients for later.
 
 B of a linear computes two products: the input gradient, which an earlier stage waits for, and the weight gradient,
-for which nobody waits. A retargeted graph does the first in autograd's pass and queues the second
+which only the optimizer needs. A retargeted graph does the first in autograd's pass and queues the second::
+
+    forward     x [..., in], weight [out, in], bias [out]   ->   y [..., out]
+    I           gradient of y, weight   ->   gradient of x      in autograd's pass; queues (weight, x, gradient of y)
+    W           gradient of y, x        ->   weight.grad        flush(): later, in the order of the queue
+
 The products are those that autograd itself would compute, with the same
 operands, so both ways give the same bits; ``engine.graphs.split_backward_check`` checks this on the job's own data all
 the same.
@@ -40,6 +45,7 @@ class PendingWeights:
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
             while self.parts:
+                # oldest first, the order of autograd's pass; popped, so that its operands are freed one by one
                 leaf, how, taken, gradient = self.parts.pop(0)
                 value = how(taken, gradient)
                 if id(leaf) in sums:
@@ -145,7 +151,7 @@ class _Use:
 def retarget(
     section: SectionGraph, trainable: Collection[str], shapes: Mapping[str, Sequence[int]]
 ) -> GraphModule | None:
-    """The section's graph with its linears deferred, and ``PendingWeights`` as a further first argument.
+    """Return the section's graph with its linears deferred, and ``PendingWeights`` as a further first argument.
 
     A parameter is deferred only if all its uses in the section can be: so each accumulator gets the sum of all
     uses at once. None if nothing can be, or if a module runs eagerly in the section: that one runs whole.
@@ -156,6 +162,7 @@ def retarget(
     names = dict(zip(placeholders[_before_parameters(section) :], section.parameters, strict=False))
     candidates = [use for node in section.module.graph.nodes if (use := _use_of(node, names, shapes)) is not None]
     while True:
+        # one use that cannot be deferred spoils its parameters, which spoil their other uses: until none is left
         users = {use.node: use for use in candidates}
         spoilt = {
             name
@@ -170,6 +177,7 @@ def retarget(
 
 
 def _before_parameters(section: SectionGraph) -> int:
+    # the order of a section's arguments: see cut.split
     return len(section.takes) + len(section.inputs) + section.needs_batch_size
 
 
@@ -191,6 +199,7 @@ def _use_of(node: Node, names: Mapping[Node, str], shapes: Mapping[str, Sequence
     leaves = [leaf for leaf in (weight, bias) if leaf is not None]
     if not isinstance(x, Node) or not all(leaf in names for leaf in leaves):
         return None
+    # matrices, with a bias of one dimension: _rows flattens what is multiplied to match
     if [len(shapes[names[leaf]]) for leaf in leaves] not in ([2], [2, 1]):
         return None
     return _Use(node, _linear if node.target is _aten.linear.default else _product, x, weight, bias)

@@ -53,16 +53,19 @@ def _lay_out(graph: Graph, root: Node) -> Node:
     if order is None:
         return root
     after = root
+    # an fx graph has all placeholders first
     while after.op == "placeholder" and after.next.op == "placeholder":
         after = after.next
     with graph.inserting_after(after):
         ordered = graph.call_function(aten.permute.default, (root, order))
     with graph.inserting_after(ordered):
         dense = graph.call_function(aten.contiguous.default, (ordered,))
+    # the inverse permutation: the dimensions as they were, over memory in the order of strides
     with graph.inserting_after(dense):
         laid = graph.call_function(aten.permute.default, (dense, [order.index(d) for d in range(len(order))]))
     ordered.meta = dense.meta = {**root.meta, "val": aten.permute.default(value, order)}
     laid.meta = dict(root.meta)
+    # all uses but that of the first permutation, which makes it
     root.replace_all_uses_with(laid, delete_user_cb=lambda user: user is not ordered)
     return laid
 

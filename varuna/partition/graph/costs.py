@@ -58,7 +58,7 @@ class Sizes:
         return int(known.subs(dict.fromkeys(known.free_symbols, batch)))
 
     def depends_on_data(self, value: Tensor) -> bool:
-        """Whether a dimension depends on data."""
+        """Return whether a dimension depends on data."""
         sizes: tuple[object, ...] = tuple(value.shape)
         known = {self._symbol, *self._per_sample}
         return any(not size.node.expr.free_symbols <= known for size in sizes if isinstance(size, torch.SymInt))
@@ -89,7 +89,7 @@ def tensors_of(node: Node) -> list[Tensor]:
 
 
 def is_view(node: Node) -> bool:
-    """Whether the node's output shares its storage with an argument (nothing is computed or stored)."""
+    """Return whether the node's output shares its storage with an argument (nothing is computed or stored)."""
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -124,11 +124,14 @@ def _flops(node: Node, sizes: Sizes) -> float:
     if name in ("linear", "matmul", "mm", "bmm", "mv") and shapes and shapes[0]:
         return 2.0 * out * shapes[0][-1]
     if name in ("addmm", "baddbmm", "addbmm") and len(shapes) > 1:
+        # operand 0 is added; 1 and 2 are multiplied
         return 2.0 * out * shapes[1][-1]
     if name == "scaled_dot_product_attention" and len(shapes) > 2:
         query, key, value = shapes[:3]
+        # q k^T over E for each pair [..., L, S], then times v over S for each of [..., L, Ev]
         return 2.0 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
     if name.startswith(("conv", "convolution")) and len(shapes) > 1:
+        # weight [out, in / groups, *kernel]: multiply-adds for one element of the result
         return 2.0 * out * math.prod(shapes[1][1:])
     if name == "einsum":
         return _einsum_flops(node, sizes)

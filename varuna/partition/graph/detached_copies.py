@@ -1,7 +1,7 @@
 """Copies that torch makes of a new tensor, or not, by who else holds it: in a graph they are that tensor.
 
 What ``torch.arange`` and other functions without tensor arguments return has been moved out of the tensor that the
-operation made, if nobody else holds it; else it is a detached copy, which export does not see made and would take for
+operation made, if nothing else holds it; else it is a detached copy, which export does not see made and would take for
 a constant. A profiler, a debugger or a thread that looks where others are (``sys._current_frames``) holds it.
 """
 

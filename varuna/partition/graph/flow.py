@@ -1,4 +1,7 @@
-"""Dependencies in a flat graph: ops that are rebuilt anywhere, and places where it can be cut."""
+"""Dependencies in a flat graph: ops that are rebuilt anywhere, and places where it can be cut.
+
+A position, ``i``, is an index in ``Flow.ops``. A cut at i lies between ops i and i + 1.
+"""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +83,7 @@ class Flow:
     def _find_rebuilt(self) -> set[Node]:
         """Ops that depend on inputs and constants only, in memory to which nothing else writes."""
         nodes = [node for node in self.capture.graph.nodes if node.op not in ("placeholder", "output")]
+        # from all downwards: a later write into memory can spoil an op before it, so no single pass in order decides
         found, before = set(nodes), len(nodes) + 1
         while len(found) < before:
             before = len(found)
@@ -94,6 +98,7 @@ class Flow:
         if self.size_of(node) is not None:
             return True
         sources = node.all_input_nodes
+        # rebuilt in two sections, a draw would be two draws; and a parameter is in one section's state
         if is_random(node) or any(source.name in self.capture.parameters for source in sources):
             return False
         return all(source.op in ("placeholder", "get_attr") or source in rebuilt for source in sources)
@@ -137,12 +142,14 @@ class Flow:
         return found
 
     def live_bytes(self) -> list[float | None]:
-        """Bytes per example that cross a cut after each op; None where cutting is impossible.
+        """Return the bytes per example that cross a cut after each op; None where cutting is impossible.
 
         Not possible: between a tensor and a later in-place write to its memory, or a view with strides of its own
         (``as_strided``); where something other than a tensor crosses; where a shape is not a linear function of
         the batch.
         """
+        # differences along positions: what op i makes and op j uses last crosses the cuts at i ... j - 1. The last
+        # entry is the output's, which keeps alive what it returns
         last = self.last_use()
         change = [0.0] * (len(self.ops) + 1)
         forbidden = [0] * (len(self.ops) + 1)
@@ -205,12 +212,12 @@ def _curve(change: Sequence[float], forbidden: Sequence[int]) -> list[float | No
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether the op works element by element."""
+    """Return whether the op works element by element."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def is_random(node: Node) -> bool:
-    """Whether the op, or a sub-graph that it runs, draws from the default generator."""
+    """Return whether the op, or a sub-graph that it runs, draws from the default generator."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return any(is_random(inner) for body in bodies_of(node) for inner in body.graph.nodes)
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -225,6 +232,7 @@ def is_random(node: Node) -> bool:
 
 def linear(size: object, sizes: Sizes) -> tuple[int, int] | None:
     """``(fixed, per_example)`` of one dimension; None if it is not linear in the batch."""
+    # a line through batches of 1 and 2, tried at 4
     one, two, four = (sizes.dimension(size, batch) for batch in (1, 2, 4))
     return (2 * one - two, two - one) if four - two == 2 * (two - one) else None
 
@@ -253,6 +261,7 @@ def _affine(value: Tensor, sizes: Sizes) -> ShapeLines | None:
             slopes.append((0,) * len(sizes.open_symbols))
             continue
         expression = size.node.expr
+        # slope of each size, and the rest: all must be whole numbers, else the shape is not linear
         mine = [expression.diff(symbol) for symbol in sizes.open_symbols]
         steps = (slope * symbol for slope, symbol in zip(mine, sizes.open_symbols, strict=True))
         rest = (expression - sum(steps)).expand()

@@ -38,6 +38,7 @@ def inline_regions(graph: Graph, owner: GraphModule, buffers: Collection[str]) -
         inner = [each for each in body.graph.nodes if each.op == "placeholder"]
         given = dict(zip(inner, outer, strict=True))
         own = {each.name for each, value in given.items() if isinstance(value, Node) and value.name in buffers}
+        # from the inside: a region that holds another one cannot be put in line
         inline_regions(body.graph, body, own)
         if _can_inline(body.graph, node, own):
             _inline(graph, body.graph, node, given, detaches=node.target is _NO_GRAD)
@@ -49,13 +50,14 @@ def inline_regions(graph: Graph, owner: GraphModule, buffers: Collection[str]) -
 
 def _place_of_body(node: Node) -> int | None:
     """Among the arguments of a region that means the same in line; None: it is no such region."""
+    # (enabled, body, ...) and (device type, dtype, enabled, cache enabled, body, ...)
     if node.target is _NO_GRAD and node.args[0] is False:
         return 1
     return 4 if node.target is _AUTOCAST and node.args[2] is False else None
 
 
 def _can_inline(body: Graph, region: Node, buffers: Collection[str]) -> bool:
-    """Whether a region can: results are read by position, no graph within, writes to buffers or own tensors only."""
+    """Return whether results are read by position, no graph is within, and writes go to buffers or own tensors only."""
     if any(inner.op in ("get_attr", "call_module") for inner in body.nodes):
         return False
     memory = SharedMemory(body)

@@ -35,7 +35,7 @@ def sources_of(starts: Iterable[Node]) -> set[Node]:
 
 
 def closure(starts: Iterable[T], behind: Callable[[T], Iterable[T]]) -> set[T]:
-    """The starts, what is behind each of them, what is behind that, and so on."""
+    """Return the starts, what is behind each of them, what is behind that, and so on."""
     found, left = set[T](), list(starts)
     while left:
         each = left.pop()

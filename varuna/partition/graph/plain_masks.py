@@ -25,7 +25,7 @@ from varuna.partition.graph.shared_memory import SharedMemory
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _SAMPLES = (2, 3)
-"""Numbers of samples for which a mask is computed."""
+"""Numbers of samples for which a mask is computed: with one alone, a mask that changes with it would pass."""
 _MOST_ELEMENTS = 1 << 28
 """Of a mask for one sample: 16,384 x 16,384."""
 
@@ -34,6 +34,7 @@ def without_plain_masks(capture: Capture) -> int:
     """Rewrite attention in ``capture.graph`` in place; return how often. What is no longer used stays."""
     masks, found = _Masks(capture), 0
     for node in capture.graph.find_nodes(op="call_function", target=_ATTENTION):
+        # (query, key, value, attn_mask, dropout_p, ...)
         query, key, value, *rest = node.args
         mask = rest.pop(0) if rest else node.kwargs.get("attn_mask")
         is_causal = masks.is_causal(mask) if isinstance(mask, Node) and _is_square(query, key, mask) else None
@@ -50,7 +51,8 @@ def without_plain_masks(capture: Capture) -> int:
 
 
 def _is_square(query: Any, key: Any, mask: Node) -> bool:
-    """Whether there are as many keys as queries, and the mask says something of each."""
+    """Return whether keys, queries and both dimensions of the mask have one size."""
+    # torch's own triangle begins at the top left: with more keys than queries it would not be this mask
     sizes = [each.meta["val"].shape[-2] for each in (query, key)] + list(mask.meta["val"].shape[-2:])
     return all(isinstance(size, int) for size in sizes) and len(set(sizes)) == 1
 
@@ -64,7 +66,7 @@ class _Masks:
         self._known: dict[Node, bool | None] = {}
 
     def is_causal(self, mask: Node) -> bool | None:
-        """Whether it is the triangle; False if it hides nothing; None if it is neither, or follows from samples."""
+        """Return whether a mask is the triangle; False: it hides nothing; None: neither, or it follows from samples."""
         if mask not in self._known:
             self._known[mask] = self._judge(mask)
         return self._known[mask]
@@ -92,7 +94,7 @@ class _Masks:
         return sorted(needed, key=self._order.__getitem__)
 
     def _is_number(self, node: Node) -> bool:
-        """Whether it is a number that follows from the number of samples."""
+        """Return whether a node is a number that follows from the number of samples."""
         value = node.meta.get("val")
         return isinstance(value, torch.SymInt) and value.node.expr.free_symbols <= {self._capture.batch_symbol}
 
@@ -125,7 +127,7 @@ def _is_arithmetic(target: object) -> bool:
 
 
 def _is_triangle(mask: Tensor) -> bool | None:
-    """Whether a mask is the triangle, as truths or as zeros and infinities to add; False if it hides nothing."""
+    """Return whether a mask is the triangle, as truths or as zeros and infinities to add; False if it hides nothing."""
     if mask.dtype is not torch.bool and not mask.is_floating_point():
         return None
     seen = mask if mask.dtype is torch.bool else mask == 0

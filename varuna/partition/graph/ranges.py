@@ -63,7 +63,9 @@ def ranges_of(
             numbers, end, ignored = node.args[1], node.args[0].meta["val"].shape[0], None
             what = "an embedding of {end} rows"
         elif name in _LOSSES and not node.args[1].meta["val"].is_floating_point():
+            # classes lie along dimension 1, or 0 of a sample without a batch
             numbers, end = node.args[1], node.args[0].meta["val"].shape[min(1, node.args[0].meta["val"].dim() - 1)]
+            # (input, target, weight, reduction, 4: ignore_index)
             ignored = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", _IGNORED)
             what = "a loss over {end} classes"
         else:
@@ -113,6 +115,7 @@ def check_ranges(ranges: Sequence[Range], batch: Mapping[str, Tensor], indices: 
             continue
         odd = each.finds(batch)
         if odd.numel():
+            # sample by sample only now, to name it: what is in range costs one pass over the batch
             alone = [{key: value[row : row + 1] for key, value in batch.items()} for row in range(len(indices))]
             mine = [index for index, one in zip(indices, alone, strict=True) if each.finds(one).numel()]
             less = "" if each.ignored is None else f", or {each.ignored}, which is left out"

@@ -12,7 +12,7 @@ _NO_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _ENDS = ("aten::detach", "aten::detach_")
 
 
-def reached(capture: Capture, loss: Node) -> frozenset[str]:
+def reached_parameters(capture: Capture, loss: Node) -> frozenset[str]:
     """Trained parameters from which a way leads to the loss that ``no_grad`` and ``detach`` leave open.
 
     In doubt there is one. All, if there is none at all: then the loss trains nothing, which is told elsewhere.
@@ -30,10 +30,11 @@ def reached(capture: Capture, loss: Node) -> frozenset[str]:
 
 
 def _ends(node: Node) -> bool:
-    """Whether no gradient goes through a node to what it was made of."""
+    """Return whether no gradient goes through a node to what it was made of."""
     if node.target is _NO_GRAD:
         return node.args[0] is False
     name = op_name(node)
+    # these take shape and dtype of their argument, not its values
     if name in _ENDS or name.endswith("_like") or name.startswith("aten::new_"):
         return True
     values = tensors_of(node)

@@ -1,7 +1,7 @@
 """Branches on the samples themselves: captured as the first samples take them, and checked for every batch.
 
-``if mask.any():`` is a branch on data that follows from the inputs alone. Capture evaluates it for the first samples
-and goes on; what it took for granted becomes a small graph from inputs to truths.
+``if mask.any():`` is a branch on data that follows from the inputs alone. Capture takes the way of the first samples;
+what it took for granted becomes a small graph from inputs to truths.
 """
 
 from collections.abc import Mapping, Sequence

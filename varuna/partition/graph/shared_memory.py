@@ -33,6 +33,7 @@ class SharedMemory:
         for node in graph.nodes:
             self._held[node] = _storages(node)
             for source in _may_be(node):
+                # with several tensors on a side, only captured storages tell which may be which
                 if "val" not in node.meta or len(self._held[node]) == len(self._held[source]) == 1:
                     self._join(self._held[node][0], self._held[source][0])
             if op_name(node) != "aten::detach_":  # which only touches autograd
@@ -56,14 +57,15 @@ class SharedMemory:
     def writers(self, node: Node) -> list[Node]:
         """Operations that write to the memory of a value in place, in order."""
         found = [each for memory in self.of(node) for each in self._writers.get(memory, ())]
+        # fx compares nodes by their place in the graph
         return found if len(found) < 2 else sorted(dict.fromkeys(found))
 
     def is_written(self, node: Node) -> bool:
-        """Whether anything writes to the memory of a value."""
+        """Return whether anything writes to the memory of a value."""
         return not self._writers.keys().isdisjoint(self.of(node))
 
-    def same(self, one: Node, other: Node) -> bool:
-        """Whether both values lay in one memory when they were captured."""
+    def share_memory(self, one: Node, other: Node) -> bool:
+        """Return whether both values lay in one memory when they were captured."""
         return self._held.get(one, (one,)) == self._held.get(other, (other,))
 
 

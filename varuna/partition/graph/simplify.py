@@ -38,8 +38,10 @@ def simplify(capture: Capture) -> None:
         same = _same_value(node)
         if same is None:
             continue
+        # two memories, one of them written: as one value, the other would change too
         if not _is_argument(node, same, memory) and (memory.is_written(node) or memory.is_written(same)):
             continue
+        # on an activation it ends a gradient, which is more than a name
         if op_name(node) == "aten::detach_" and same.name not in constants:
             continue
         node.replace_all_uses_with(same)
@@ -57,8 +59,8 @@ def _complete_users(graph: Graph) -> None:
 
 
 def _is_argument(node: Node, same: Node, memory: SharedMemory) -> bool:
-    """Whether the two are one tensor, or lie in the same memory, so that whatever writes to one writes to both."""
-    return op_name(node) not in _COPIES and (op_name(node) == "aten::dropout" or memory.same(node, same))
+    """Return whether the two are one tensor, or lie in the same memory, so that a write to one is a write to both."""
+    return op_name(node) not in _COPIES and (op_name(node) == "aten::dropout" or memory.share_memory(node, same))
 
 
 def _same_value(node: Node) -> Node | None:
@@ -73,6 +75,7 @@ def _cast(node: Node) -> Node | None:
     before = source.meta.get("val") if isinstance(source, Node) else None
     if not (isinstance(before, Tensor) and isinstance(after, Tensor)):
         return None
+    # after the dtype, non_blocking and copy may be given by place: in doubt it copies
     copies = node.kwargs.get("copy", False) or True in node.args[2:]
     same = before.dtype == after.dtype and before.device == after.device and before.layout == after.layout
     return source if same and not copies and isinstance(source, Node) else None
@@ -83,13 +86,13 @@ def _dropout(node: Node) -> object:
 
 
 def _detach_of_constant(node: Node) -> object:
-    """``lift_fresh_copy`` of a constant has become the constant itself: it needs no detaching."""
+    """Return a constant itself, which ``lift_fresh_copy`` of it has become: it needs no detaching."""
     source = node.args[0]
     return source if isinstance(source, Node) and source.op == "placeholder" else None
 
 
 def _fresh_copy(node: Node) -> object:
-    """A copy of a constant that nobody writes (``detach_`` only touches autograd) is the constant."""
+    """Return the constant for its copy, to which nothing writes (``detach_`` only touches autograd)."""
     return node.args[0]
 
 
@@ -98,6 +101,7 @@ def _full_slice(node: Node) -> object:
     if not isinstance(source, Node):
         return None
     before, after = source.meta.get("val"), node.meta.get("val")
+    # (self, dim, start, end, step)
     step = node.args[4] if len(node.args) > 4 else 1
     start = node.args[2] if len(node.args) > 2 else 0
     same = isinstance(before, Tensor) and isinstance(after, Tensor) and _sizes(before) == _sizes(after)
@@ -151,6 +155,7 @@ _COPIES = ("aten::lift_fresh_copy", "aten::cat")
 
 
 def _drop_dead(graph: Graph, kept: set[Node]) -> None:
+    # from the end: what only dead nodes use is dead by the time it is met; a write in place has no users, but readers
     for node in reversed(list(graph.nodes)):
         is_dead = node not in kept and not node.users and not written_arguments(node)
         if is_dead and node.op in ("call_function", "get_attr"):

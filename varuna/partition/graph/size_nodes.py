@@ -77,6 +77,7 @@ class SizeNodes:
         return self._call(function, one, other, value=function(*values))
 
     def _call(self, target: Any, *args: Any, value: Any) -> Node:
+        # in front of all other ops, which may use it, and behind sizes made before, which it may use
         first = next(node for node in self._graph.nodes if node.op != "placeholder" and node not in self._made.values())
         with self._graph.inserting_before(first):
             node = self._graph.call_function(target, args)

@@ -21,7 +21,7 @@ class Initial:
     buffers: dict[str, Tensor]
 
     def to(self, dtype: torch.dtype) -> "Initial":
-        """This model in another precision; the module is cast in place."""
+        """Cast the module in place; return the model in that precision."""
         return _described(self.module.to(dtype))
 
 

@@ -50,7 +50,7 @@ class InitialParameters(Protocol):
     def buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Values of some buffers."""
 
-    def whole(self) -> Initial:
+    def whole_model(self) -> Initial:
         """The whole model, for tools that look at it."""
 
 
@@ -65,7 +65,7 @@ def begin_with(
     may_miss: bool = False,
     held: Mapping[str, Tensor] | None = None,
 ) -> InitialParameters:
-    """The source of initial values that the user asked for.
+    """Choose the source of initial values that the user asked for.
 
     Args:
         recipe: the model.
@@ -140,7 +140,7 @@ class Constructor:
         return kept
 
     def _kept(self, names: Iterable[str], check: Check | None) -> dict[str, Tensor]:
-        initial = self.whole()
+        initial = self.whole_model()
         kept = select(initial, names)  # first: whatever a check does to the model, the run begins as it was built
         if check is not None:
             check(initial)
@@ -156,10 +156,10 @@ class Constructor:
         except (ModelError, KeyError):  # then the model itself says
             pass
         with turn(self._digest):
-            initial = self.whole()
+            initial = self.whole_model()
             return {name: initial.buffers[name].clone() for name in wanted}
 
-    def whole(self) -> Initial:
+    def whole_model(self) -> Initial:
         """The whole model."""
         initial = materialise(self._recipe, self._seed)
         check_shapes(self._shapes, {name: tuple(value.shape) for name, value in initial.parameters.items()})
@@ -192,7 +192,7 @@ class PerParameter:
         """Replay what the constructor does to each."""
         return {name: self.construction.buffer(name, self._seed) for name in names}
 
-    def whole(self) -> Initial:
+    def whole_model(self) -> Initial:
         """The whole model with these values in place of the constructor's."""
         return _filled(materialise(self._recipe, self._seed), self)
 
@@ -232,7 +232,7 @@ class Pretrained:
 
     @property
     def stored(self) -> Set[str]:
-        """All but those that the files lack."""
+        """Parameters that the files have."""
         return self._shapes.keys() - self._fit.without
 
     def parameters(self, names: Iterable[str], check: Check | None = None) -> dict[str, Tensor]:
@@ -267,7 +267,7 @@ class Pretrained:
                 made[name] = value.to(made[name].dtype)
         return made
 
-    def whole(self) -> Initial:
+    def whole_model(self) -> Initial:
         """The whole model with these values in place of the constructor's."""
         return _filled(materialise(self._recipe, self._seed), self)
 

@@ -115,6 +115,7 @@ def fit(
     """
     names = {name: _known(name, [alias for alias, first in aliases.items() if first == name]) for name in shapes}
     exact = {name: match for name, known in names.items() if (match := _first(known, entries))}
+    # only names that no entry has vote: an exact match needs no prefix
     prefix, added = _prefix([known for name, known in names.items() if name not in exact], entries)
     found = dict(exact)
     for name in shapes.keys() - exact.keys():
@@ -208,6 +209,7 @@ def _prefix(unmatched: list[list[str]], entries: Mapping[str, TensorEntry]) -> t
         found = {(prefix, True) for name in known for prefix in by_ending.get(name, ())}
         found |= {(name[:start], False) for name in known for start in _starts(name) if name[start:] in entries}
         votes.update(found)
+    # of equal votes the prefix itself decides, not the order of a table
     return max(votes, key=lambda vote: (votes[vote], vote), default=("", True))
 
 

@@ -25,8 +25,14 @@ Blames = tuple[MixingSource, ...]
 
 
 class RowOrder(NamedTuple):
-    """The order of elements along a dimension of ``outer * count * inner``: element i is that of example
-    ``i // inner % count``. The examples are those of the batch, or the elements that a mask picks.
+    """The order of elements along a dimension of ``outer * count * inner``.
+
+    Element i is that of example ``i // inner % count``. The examples are those of the batch, or the elements that a
+    mask picks::
+
+        outer 1, inner 1    0 1 2            a batch
+        outer 1, inner 2    0 0 1 1 2 2      tokens of a batch, flattened
+        outer 2, inner 1    0 1 2 0 1 2      two batches, concatenated
     """
 
     outer: int
@@ -137,12 +143,14 @@ def viewed(rows: Rows, before: Tensor, after: Tensor) -> Rows | None:
     behind = _product(before.shape[before.dim() + rows.dim + 1 :])
     if behind is None:
         return None
+    # elements of one example in a row, once the dimensions behind theirs are counted in
     inner = order.inner * behind
     for dim in range(-after.dim(), 0):
         times = multiple_of(after.shape[dim], symbol)
         rest = _product(after.shape[after.dim() + dim + 1 :])
         if not inner or times is None or not rest or inner % rest:  # without elements, nothing says where they lie
             continue
+        # as many of them lie along this dimension, the others behind it
         within = inner // rest
         if times % within:
             return None

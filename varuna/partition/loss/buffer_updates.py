@@ -59,6 +59,7 @@ def updates_of_whole_batch(
     """
     if not buffers:
         return ()
+    # a copy in front of all ops, and one behind them: between the two lies the update
     copies = {_copied(capture, node): node for node in buffers}
     output = next(node for node in capture.graph.nodes if node.op == "output")
     finals = {copy: _clone(capture, copy, before=output) for copy in copies}
@@ -73,11 +74,13 @@ def updates_of_whole_batch(
         except _NotStatisticsError as error:
             if copies[copy] in required:
                 raise _refusal(capture, copies[copy], error) from None
+            # as before: the buffer itself is written, an update for each micro-batch (cut.buffers.separate_updates)
             capture.graph.erase_node(final)
             copy.replace_all_uses_with(copies[copy])
             copies[copy].meta["val"] = copy.meta["val"]
             capture.graph.erase_node(copy)
             continue
+        # buffers that one update reads and another writes are one update
         joined = [each for each in parts if each.meets(part)]
         for each in joined:
             part.join(each)
@@ -172,9 +175,11 @@ class _Part:
             return "same"
         if isinstance(state, Rows):
             return "rows" if self._is_in_turn(node, state) else None
+        # the first value without examples: where they were added up, not what was computed of the sum
         rows = [found for each in node.all_input_nodes if isinstance(found := self._t.of(each), Rows)]
         if not rows or any(each.blames or each.by_fact for each in rows) or carriers(node.meta["val"]):
             return None
+        # with equal ends, histc takes its range from the values, so from the micro-batch
         if op_name(node) in _COUNTS and len(node.args) > 3 and node.args[2] != node.args[3]:
             return "sum"
         if isinstance(state, Total):
@@ -186,6 +191,7 @@ class _Part:
     def _is_in_turn(self, node: Node, state: Rows) -> bool:
         """Return whether examples follow each other along the first dimension, each value of one example alone."""
         value = node.meta["val"]
+        # micro-batches' rows are joined along dimension 0: that is the batch's order if each example's lie together
         in_turn = state.order is None or (state.order.outer == 1 and state.order.picked is None)
         slope = linear(value.shape[0], self._sizes) if value.dim() else None
         whole = slope is not None and slope[0] == 0
@@ -249,6 +255,7 @@ class _Part:
     def write(self, finals: Mapping[Node, Node]) -> BufferWrite:
         """Make the update's graph, and let the captured one return its statistics."""
         graph, capture = Graph(), self._capture
+        # sets have no order: by place in the graph, so that all workers have the same arguments
         mine = sorted(self._buffers(), key=self._order.__getitem__)
         given = {copy: graph.placeholder(self._copies[copy].name) for copy in mine}
         statistics = {node: self._returned(node) for node in sorted(self._statistics, key=self._order.__getitem__)}

@@ -69,7 +69,7 @@ class Tracking:
         self.undecided: set[MixingSource] = set()
         """no value for each example comes after them, which could tell whether examples have been mixed"""
         needed = needed_by(capture.graph, results)
-        for node in capture.graph.nodes:
+        for node in capture.graph.nodes:  # in order: what a value is made of has its state before
             if node in needed:
                 self.states[node] = self._follow(node)
                 self._write(node)
@@ -84,11 +84,11 @@ class Tracking:
         return joined(*states) or (MixingSource(node, what, certain),)
 
     def is_step(self, argument: object) -> bool:
-        """Whether an argument is the number of the step, which all examples of a batch have alike."""
+        """Return whether an argument is the number of the step, which all examples of a batch have alike."""
         return isinstance(argument, Node) and self._capture.inputs.get(argument.name) == STEP
 
     def is_drawn(self, node: Node) -> bool:
-        """Whether no parameter goes in: only inputs and random numbers."""
+        """Return whether a value follows from inputs and random numbers alone, without parameters."""
         return not any(each.name in self._capture.parameters for each in needed_by(self._capture.graph, [node]))
 
     def _follow(self, node: Node) -> Found:
@@ -108,6 +108,7 @@ class Tracking:
         if isinstance(found, Rows) and isinstance(value, Tensor) and found.dim not in carriers(value):
             found = Uniform(self.blame(node, UNKNOWN, found, certain=False))  # the examples lie nowhere any more
         if is_random(node) or self._memory.is_written(node):
+            # counts are computed apart from the step, before it: a draw or a write would give them other values
             found = _ungiven(found)
         return found
 
@@ -121,7 +122,7 @@ class Tracking:
 
     def _placeholder(self, node: Node) -> State:
         if node.name in self._capture.inputs:
-            return Rows(-node.meta["val"].dim(), IN_TURN, given=True)
+            return Rows(-node.meta["val"].dim(), IN_TURN, given=True)  # dimension 0, counted from the last
         return Fixed(given=node.name not in self._capture.parameters and not self._memory.is_written(node))
 
     def _write(self, node: Node) -> None:
@@ -133,7 +134,7 @@ class Tracking:
                 continue  # running statistics
             earlier = [each for each in self.states if not self._memory.of(each).isdisjoint(self._memory.of(target))]
             for each in earlier:
-                if each is not node and any(user not in self.states for user in each.users):  # else nobody reads it
+                if each is not node and any(user not in self.states for user in each.users):  # else nothing reads it
                     self.states[each] = state if each is target else self._partly(each, state)
 
     def _partly(self, base: Node, state: State) -> State:
@@ -194,6 +195,7 @@ def meet(t: Tracking, node: Node, sources: Iterable[Node], *, dim: int | None = 
         blames = (*blames, MixingSource(node, PLACES, False))
     if any(isinstance(state, BatchConstant) for state in states):
         t.fact_users.add(node)
+    # rows without an order are the same for all examples, so the others' order holds
     ordered = next((row for row in rows if row.order is not None), rows[0])
     return Rows(
         ordered.dim if dim is None else dim,
@@ -234,7 +236,7 @@ def combined(t: Tracking, node: Node, states: list[State]) -> State:
     other = frozenset({Count("other", (node,))})
     if totals:
         t.undecided.update(joined(*(state for state in states if isinstance(state, Uniform))))
-    if name in ADDITIONS:
+    if name in ADDITIONS:  # a sum of sums over micro-batches is the sum over them of sums
         return Total(counts, joined(*states)) if totals else Uniform(joined(*states))
     if name == "aten::neg":
         return states[0]
@@ -249,6 +251,7 @@ def combined(t: Tracking, node: Node, states: list[State]) -> State:
         if isinstance(divisor, Fixed):
             return Total(counts, joined(*states))
         if isinstance(divisor, BatchConstant):
+            # a sum over a multiple of the number of examples (B, B * T) is a mean; over any other count, its own term
             by_size = multiple_of(getattr(node.args[1], "meta", {}).get("val"), t.batch) is not None
             return Total(frozenset({EXAMPLES}) if by_size and counts == {ONE} else other, joined(*states))
         if counts == {ONE} and isinstance(divisor, Total) and t.is_drawn(node.args[1]):  # type: ignore[arg-type]
@@ -281,6 +284,7 @@ def doubted(t: Tracking, node: Node, what: str, *, certain: bool) -> Found:
         dims = carriers(made)
         if not moved and not dims:
             return Fixed(given)
+        # after an earlier doubt, only that one is named: what follows it decides nothing
         new = (MixingSource(node, what, certain),) if (moved and not joined(*states)) or certain else ()
         blames = tuple(dict.fromkeys((*joined(*states), *new))) or (MixingSource(node, what, certain),)
         return guessed(t, made, blames) if dims else Uniform(blames)
@@ -315,10 +319,10 @@ def value_of(node: object) -> Tensor:
 
 
 def at(rows: Rows, dim: int) -> Rows:
-    """The same along another dimension."""
+    """Return the same rows along another dimension."""
     return replace(rows, dim=dim)
 
 
 def negative(dim: int, value: Tensor) -> int:
-    """A dimension counted from the last."""
+    """Return a dimension counted from the last."""
     return dim if dim < 0 else dim - value.dim()

@@ -30,7 +30,7 @@ from varuna.partition.loss.mixing_sums import total
 
 
 def index(t: Tracking, node: Node) -> Found:
-    """Indexing by tensors."""
+    """Track indexing by tensors."""
     source: Any = node.args[0]
     places: Any = node.args[1]
     state, value = t.of(source), value_of(source)
@@ -41,23 +41,29 @@ def index(t: Tracking, node: Node) -> Found:
     nodes = [source, *(each for _, each in indices)]
     if any(not isinstance(each, Rows | Fixed) for each in (state, *found.values())):
         return unknown(t, node)
+    # own: the source's dimension of the examples; found: by dimension, the state of the numbers that index it
     own = value.dim() + state.dim if isinstance(state, Rows) else None
     if not moving:
         if own is None:
             return Fixed(getattr(state, "given", False))
         if own in found:
+            # x[[0, 2]]: the same places of every batch
             return doubted(t, node, PLACES, certain=True)
         return at(state, dims[0]) if len(dims) == 1 and isinstance(state, Rows) else unknown(t, node)
     if len(indices) == 1 and value_of(indices[0][1]).dtype is torch.bool:
         return _picked(t, node, indices[0])
     if len(dims) != 1:
+        # two open dimensions: each example meets each
         return doubted(t, node, COMPARES, certain=len(dims) > 1)
     if own is None:
+        # table[ids]: each example looks up its own
         return meet(t, node, nodes, dim=dims[0])
     picks = {each.order.picked for each in moving if each.order is not None and each.order.picked is not None}
+    # x[mask.nonzero(as_tuple=True)]: what one mask picks, in its order
     if own in found and len(picks) == 1:
         return _along_picks(t, node, next(iter(picks)), moving, dims[0])
     number = found.get(own)
+    # x[arange(B), ids]: each example takes from its own row
     if isinstance(number, Rows) and number.number and state.order in (number.order, None):  # type: ignore[union-attr]
         others = [each for place, each in indices if place != own]
         return meet(t, node, [source, *others], dim=dims[0])
@@ -65,13 +71,14 @@ def index(t: Tracking, node: Node) -> Found:
 
 
 def _picked(t: Tracking, node: Node, chosen: tuple[int, Node]) -> Found:
-    """Elements where a mask is true, as many as there are."""
+    """Track the elements where a mask is true."""
     place, mask = chosen
     source = node.args[0]
     state, which, value = t.of(source), t.of(mask), value_of(source)
     dims = carriers(value_of(node))
     if not isinstance(which, Rows) or not isinstance(state, Rows | Fixed) or len(dims) != 1:
         return unknown(t, node)
+    # the dimension of the source that meets the mask's examples: a mask covers dimensions from ``place`` on
     left = value_of(mask).dim() + which.dim + place
     if isinstance(state, Rows) and (value.dim() + state.dim != left or _unlike(state.order, which.order)):
         return doubted(t, node, COMPARES, certain=True)
@@ -92,7 +99,7 @@ def _along_picks(t: Tracking, node: Node, mask: Node, moving: list[Rows], dim: i
 
 
 def put(t: Tracking, node: Node) -> Found:
-    """``x[mask] = y``, where ``y`` is the same for all or what the mask picks.
+    """Track ``x[mask] = y``, where ``y`` is the same for all or what the mask picks.
 
     Labels that are written in place are left alone: a count would be read from them, and values that are written do
     not count as given.
@@ -115,7 +122,7 @@ def put(t: Tracking, node: Node) -> Found:
 
 
 def masked(t: Tracking, node: Node) -> Found:
-    """``masked_select``, as indexing by a mask; both may be broadcast."""
+    """Track ``masked_select`` as indexing by a mask; both may be broadcast."""
     source, mask = operands(node)
     alike = value_of(source).dim() == value_of(mask).dim()
     return _picked(t, node, (0, mask)) if alike else unknown(t, node)
@@ -131,7 +138,7 @@ def nonzero(t: Tracking, node: Node) -> Found:
 
 
 def gather(t: Tracking, node: Node) -> Found:
-    """Along one dimension, by an index of the same shape in the others."""
+    """Track values taken, or put, along one dimension by an index of the same shape in the others."""
     sources = operands(node)
     states = [t.of(source) for source in sources]
     dim = negative(int(argument(node, "dim", 0)), value_of(sources[0]))
@@ -146,7 +153,7 @@ def gather(t: Tracking, node: Node) -> Found:
 
 
 def scattered(t: Tracking, node: Node) -> Found:
-    """Elements added up by a number of each: a sum over the examples, where they go into zeros."""
+    """Track elements added up by a number of each: a sum over the examples, where they go into zeros."""
     name, sources = op_name(node).removeprefix("aten::").removesuffix("_"), operands(node)
     into = name == "bincount" or op_name(sources[0]).removeprefix("aten::") in ZEROS
     rows = [state for source in sources if isinstance(state := t.of(source), Rows)]
@@ -161,19 +168,20 @@ ZEROS = ("zeros", "new_zeros", "zeros_like")
 
 
 def taken(t: Tracking, node: Node) -> Found:
-    """Rows of a table, or rows or columns of a matrix, by a list of their numbers."""
+    """Track rows of a table, or rows or columns of a matrix, by a list of their numbers."""
     table, place = operands(node)
     dim = negative(int(argument(node, "dim")), value_of(table)) if "select" in str(node.target) else None
     source, where = t.of(table), t.of(place)
     if isinstance(source, Rows):
         return source if isinstance(where, Fixed) and dim not in (None, source.dim) else unknown(t, node)
     if isinstance(where, Rows):
+        # embedding puts a new last dimension behind those of the numbers
         return meet(t, node, [table, place], dim=where.dim - 1 if dim is None else dim)
     return level(t, node, [table, place])
 
 
 def where(t: Tracking, node: Node) -> Found:
-    """A choice, or the places where a mask is true."""
+    """Track a choice, or the places where a mask is true."""
     return nonzero(t, node) if str(node.target).endswith(".default") else pointwise(t, node)
 
 

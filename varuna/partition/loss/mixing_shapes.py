@@ -58,6 +58,7 @@ def along(dims: Dimensions, what: str, *, certain: bool = True) -> Rule:
             return doubted(t, node, what, certain=certain)
         source, state = rows[0]
         made = node.meta["val"]
+        # dimensions count from the last: each one that goes behind the examples' moves theirs by one
         gone = value_of(source).dim() - (made[0] if isinstance(made, list | tuple) else made).dim()
         moves = min(gone, sum(dim > state.dim for dim in dims(node, value_of(source))))
         return meet(t, node, operands(node), dim=state.dim + moves if moves else None)
@@ -73,38 +74,38 @@ def named(node: Node, value: Tensor) -> list[int]:
 
 
 def none(node: Node, value: Tensor) -> list[int]:
-    """No dimension: there may be a new last one."""
+    """Return no dimension: the operation may add a new last one."""
     return []
 
 
 def last(number: int) -> Dimensions:
-    """The last ones."""
+    """Return a function that gives the last ``number`` dimensions."""
     return lambda node, value: range(-number, 0)
 
 
 def but_first(node: Node, value: Tensor) -> range:
-    """All but the first."""
+    """Return all dimensions but the first."""
     return range(1 - value.dim(), 0)
 
 
 def normalised(node: Node, value: Tensor) -> range:
-    """Those of a norm over the last ones."""
+    """Return the last dimensions, over which a norm is taken."""
     return range(-len(node.args[1]), 0)  # type: ignore[arg-type]
 
 
 def padded(node: Node, value: Tensor) -> list[int]:
-    """Those whose ends get elements more."""
+    """Return the dimensions whose ends get more elements."""
     sizes: Any = node.args[1]
     return [-1 - place // 2 for place, size in enumerate(sizes) if not isinstance(size, int) or size]
 
 
 def same(t: Tracking, node: Node) -> Found:
-    """Copies and casts."""
+    """Track copies and casts."""
     return t.of(node.args[0])
 
 
 def view(t: Tracking, node: Node) -> Found:
-    """The same elements in the same row-major order."""
+    """Track the same elements, in the same row-major order, under another shape."""
     state = t.of(node.args[0])
     if not isinstance(state, Rows):
         return state
@@ -112,18 +113,19 @@ def view(t: Tracking, node: Node) -> Found:
 
 
 def permute(t: Tracking, node: Node) -> Found:
-    """Dimensions in another order."""
+    """Track dimensions in another order."""
     state, rank, target = t.of(node.args[0]), value_of(node.args[0]).dim(), node.target
     if not isinstance(state, Rows):
         return state
+    # a tensor whose sizes are the numbers of its dimensions shows where each of them goes
     order = target(torch.empty(tuple(range(rank)), device="meta"), *node.args[1:]).shape  # type: ignore[operator]
     return at(state, order.index(rank + state.dim) - rank)
 
 
 def expand(t: Tracking, node: Node) -> Found:
-    """Repeats along dimensions of size 1, or new ones in front."""
+    """Track repeats along dimensions of size 1, or new ones in front."""
     state, dims = t.of(node.args[0]), carriers(value_of(node))
-    if isinstance(state, Rows):
+    if isinstance(state, Rows):  # a second open dimension: each example meets each
         return doubted(t, node, COMPARES, certain=True) if len(dims) > 1 else state
     if not dims or isinstance(state, Total | Uniform):
         return unknown(t, node) if dims else state
@@ -141,12 +143,12 @@ def sized(t: Tracking, node: Node, *, given: bool) -> Found:
 
 
 def uniform(t: Tracking, node: Node) -> Found:
-    """Made of sizes and numbers: the same for all examples."""
+    """Track what is made of sizes and numbers: the same for all examples."""
     return sized(t, node, given=True)
 
 
 def numbers(t: Tracking, node: Node) -> Found:
-    """0, 1, 2...: the examples' numbers, where there are as many."""
+    """Track 0, 1, 2...: the examples' numbers, where there are as many."""
     dims = carriers(value_of(node))
     if not dims:
         return Fixed(given=True)
@@ -155,7 +157,7 @@ def numbers(t: Tracking, node: Node) -> Found:
 
 
 def random(t: Tracking, node: Node) -> Found:
-    """Drawn: nobody expects the same draws of another batch."""
+    """Track draws, which differ from batch to batch in plain PyTorch, too."""
     if any(isinstance(t.of(source), Rows) for source in operands(node)):
         return meet(t, node, operands(node))
     return sized(t, node, given=False)
@@ -170,14 +172,14 @@ def written(t: Tracking, node: Node) -> Found:
 
 
 def permutation(t: Tracking, node: Node) -> Found:
-    """A random order, of the examples if there are as many."""
+    """Track a random order, of the examples if there are as many."""
     dims = carriers(value_of(node))
     blame = (MixingSource(node, PLACES, True),)
     return Rows(dims[0], IN_TURN, False, blame) if dims else Fixed(given=False)
 
 
 def looked_up(t: Tracking, node: Node) -> Found:
-    """Each element in a list that is the same for all: its place, or whether it is there."""
+    """Track the place of each element in a list that is the same for all, or whether it is there."""
     states = [t.of(source) for source in operands(node)]
     rows = sum(isinstance(state, Rows) for state in states)
     alike = all(isinstance(state, Fixed | Rows) for state in states)
@@ -185,7 +187,7 @@ def looked_up(t: Tracking, node: Node) -> Found:
 
 
 def part(t: Tracking, node: Node) -> Found:
-    """A slice, or one index, of one dimension."""
+    """Track a slice, or one index, of one dimension."""
     state, value = t.of(node.args[0]), value_of(node.args[0])
     if not isinstance(state, Rows):
         return state
@@ -201,13 +203,14 @@ def part(t: Tracking, node: Node) -> Found:
     from_start = begin == 0 if isinstance(begin, int) else (multiple_of(begin, t.batch) or 1) % order.inner == 0
     if left and left == whole:
         return state
+    # the first whole batches of several that were put together: x[: 2 * B] of 3 * B
     if left and whole and from_start and left % order.inner == 0 and (argument(node, "step", 1) or 1) == 1:
         return replace(state, order=order._replace(outer=left // order.inner), number=False)
     return doubted(t, node, PLACES, certain=True)
 
 
 def parts(t: Tracking, node: Node) -> Found:
-    """Split, chunk or unbind."""
+    """Track split, chunk or unbind."""
     state, value, made = t.of(node.args[0]), value_of(node.args[0]), node.meta["val"]
     dim = negative(int(argument(node, "dim", 0)), value)
     if not isinstance(state, Rows):
@@ -215,6 +218,7 @@ def parts(t: Tracking, node: Node) -> Found:
     if dim != state.dim:
         return at(state, state.dim + 1) if "unbind" in str(node.target) and dim > state.dim else state
     order = state.order or IN_TURN
+    # each part must be whole batches of those that were put together
     times = [multiple_of(each.shape[each.dim() + dim], t.batch) for each in made]
     if any(time is None or time % order.inner for time in times):
         return doubted(t, node, PLACES, certain=True)
@@ -223,7 +227,7 @@ def parts(t: Tracking, node: Node) -> Found:
 
 
 def joining(t: Tracking, node: Node) -> Found:
-    """Concatenate or stack."""
+    """Track concatenation or stacking."""
     sources = flat([node.args[0]])
     states = [t.of(source) for source in sources]
     value = value_of(node)
@@ -241,6 +245,7 @@ def joining(t: Tracking, node: Node) -> Found:
     if len(rows) < len(states) or len(known) > 1 or any(each is None for each in outer):
         return unknown(t, node)
     inner = next(iter(known), 1)
+    # batches one after the other: their numbers add up, if examples lie alike within all
     order = RowOrder(sum(int(each or 0) for each in outer) // inner, inner)
     blames = tuple(blame for blame in met.blames if blame.node is not node)  # unlike parts may follow each other
     return replace(met, dim=dim, order=order, blames=blames)
@@ -260,7 +265,7 @@ def _joined_level(t: Tracking, node: Node, states: list[State]) -> Found:
 
 
 def repeat(t: Tracking, node: Node) -> Found:
-    """Copies, whole ones one after the other or of each element."""
+    """Track copies: whole ones one after the other, or of each element."""
     state, before, after = t.of(node.args[0]), value_of(node.args[0]), value_of(node)
     if not isinstance(state, Rows):
         return expand(t, node)
@@ -270,12 +275,13 @@ def repeat(t: Tracking, node: Node) -> Found:
         return unknown(t, node)
     order, times = state.order or IN_TURN, large // small
     each = "interleave" in str(node.target)
+    # 0 0 1 1 of repeat_interleave, 0 1 0 1 of repeat
     order = RowOrder(order.outer, order.inner * times) if each else RowOrder(order.outer * times, order.inner)
     return replace(state, order=order, number=False)
 
 
 def broadcast(t: Tracking, node: Node) -> Found:
-    """Several tensors to one shape."""
+    """Track several tensors that are broadcast to one shape."""
     found = []
     for source, made in zip(flat([node.args[0]]), node.meta["val"], strict=True):
         state, dims = t.of(source), carriers(made)

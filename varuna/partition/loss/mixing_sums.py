@@ -44,13 +44,13 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def over_examples(t: Tracking, node: Node) -> bool:
-    """Whether the first operand has one value for each example, and no longer after the operation."""
+    """Return whether the first operand has one value for each example, and no longer after the operation."""
     state = t.of(node.args[0])
     return isinstance(state, Rows) and state.dim in named(node, value_of(node.args[0]))
 
 
 def adding(t: Tracking, node: Node) -> Found:
-    """A sum or a mean."""
+    """Track a sum or a mean."""
     state = t.of(node.args[0])
     if not isinstance(state, Rows):
         return state
@@ -68,7 +68,8 @@ def count_of(state: Rows) -> Count:
 
 
 def total(t: Tracking, node: Node, state: Rows, count: Count) -> State:
-    """A sum over the batch, divided by ``count``."""
+    """Return the state of a sum over the batch, divided by ``count``."""
+    # how many a mask picks must be known before the step: it may not depend on activations
     if count.kind == "picked" and not getattr(t.of(count.nodes[0]), "given", False):
         return Uniform((*state.blames, MixingSource(node, DIVIDES, True)))
     t.operands.update({source: rows for source in operands(node) if isinstance(rows := t.of(source), Rows)})
@@ -76,7 +77,7 @@ def total(t: Tracking, node: Node, state: Rows, count: Count) -> State:
 
 
 def choosing(t: Tracking, node: Node) -> Found:
-    """Reductions other than sums: largest, smallest, norms, variances, any."""
+    """Track reductions other than sums: largest, smallest, norms, variances, any."""
     state = t.of(node.args[0])
     if str(node.target).endswith(".other"):
         return pointwise(t, node)
@@ -91,7 +92,7 @@ FOUND = ("aten::any", "aten::all")
 
 
 def product(t: Tracking, node: Node) -> Found:
-    """Products of matrices or batches of them, and ``einsum``: by a letter for each dimension."""
+    """Track products of matrices or batches of them, and ``einsum``, by a letter for each dimension."""
     sources = operands(node)
     if not any(isinstance(t.of(source), Rows) for source in sources):
         return level(t, node, sources)
@@ -100,11 +101,12 @@ def product(t: Tracking, node: Node) -> Found:
         return unknown(t, node)
     states = [t.of(source) for source in sources]
     found = {term[state.dim] for term, state in zip(terms, states, strict=True) if isinstance(state, Rows)}
-    if len(found) > 1:
+    if len(found) > 1:  # examples along two letters: each meets all others
         return doubted(t, node, COMPARES, certain=True)
     (letter,) = found
     if letter in result:
         return meet(t, node, sources, dim=result.index(letter) - len(result))
+    # a bias would be added once by each micro-batch
     return total(t, node, meet(t, node, sources, dim=-1), ONE) if len(terms) < 3 else unknown(t, node)
 
 
@@ -117,6 +119,7 @@ def letters(node: Node) -> tuple[list[str], str]:
     is_added = name in ("aten::addmm", "aten::baddbmm")
     ranks = [value_of(source).dim() for source in sources]
     left, right, *added = (*ranks[1:], ranks[0]) if is_added else ranks
+    # leading dimensions broadcast from their last one, so that one is A in both
     leading = [ascii_uppercase[: max(rank - 2, 0)][::-1] for rank in (left, right)]
     one = f"{leading[0]}ik" if left > 1 else "k"
     two = (f"{leading[1]}jk" if name == "aten::linear" else f"{leading[1]}kj") if right > 1 else "k"
@@ -126,21 +129,23 @@ def letters(node: Node) -> tuple[list[str], str]:
 
 
 def recurrent(t: Tracking, node: Node) -> Found:
-    """LSTM, GRU and plain ones over padded sequences; the state's examples lie along dimension 1."""
+    """Track LSTM, GRU and plain recurrent layers over padded sequences; the state's examples lie along dimension 1."""
     state = t.of(node.args[0])
     if not isinstance(state, Rows) or ".data" in str(node.target) or state.dim not in (-2, -3):
         return unknown(t, node)
     found = meet(t, node, operands(node), dim=state.dim)
+    # states are [layers, examples, hidden], whatever ``batch_first`` says of the outputs
     return (found, *(at(found, -2) for _ in node.meta["val"][1:]))
 
 
 def losses(t: Tracking, node: Node) -> Found:
-    """A loss of each example or element, or their sum or mean."""
+    """Track a loss of each example or element, or their sum or mean."""
     sources = operands(node)
     rows = [(source, state) for source in sources if isinstance(state := t.of(source), Rows)]
     reduction, leading = argument(node, "reduction", MEAN), op_name(node) in LEADING
     if not rows:
         return level(t, node, sources)
+    # LEADING: examples along dimension 0 of each operand, whose shapes differ behind it ([N, C, ...] and [N, ...])
     met = meet(t, node, sources, dim=-1 if leading else None)
     if leading and any(state.dim != -value_of(source).dim() for source, state in rows):
         met = replace(met, blames=(*met.blames, MixingSource(node, COMPARES, False)))
@@ -159,7 +164,7 @@ def _divisor(t: Tracking, node: Node, met: Rows) -> Count:
 
 
 def alignments(t: Tracking, node: Node) -> Found:
-    """A loss for each example, along dimension 1 of the log-probabilities; targets may be all in one row."""
+    """Track a loss for each example, along dimension 1 of the log-probabilities; targets may be all in one row."""
     sources = operands(node)
     states = [t.of(source) for source in sources]
     if not isinstance(states[0], Rows) or states[0].dim != -2:

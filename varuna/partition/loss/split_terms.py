@@ -1,4 +1,17 @@
-"""Rewrites a loss of several terms: each is a sum over the micro-batch, divided by a count of the whole batch."""
+"""Rewrites a loss of several terms: each is a sum over the micro-batch, divided by a count of the whole batch.
+
+Micro-batches of a step add up their losses and gradients; then they add up to those of the batch::
+
+    captured     a.mean()        + (b * mask).sum() / mask.sum() + weights.norm()
+    rewritten    a.sum() / n0    + (b * mask).sum() / n1         + share * weights.norm()
+
+    counter      inputs of a micro-batch             -> leaves that add up     mask.sum()
+    finish       leaves of the whole batch           -> n0, n1                 before the first forward that needs them
+    share        examples of the micro-batch / those of the batch
+
+A leaf that is a multiple of the number of examples (n0) is not counted, but known. n0, n1 and share are inputs of the
+rewritten graph.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +52,7 @@ class Splitting:
 
     def __init__(self, capture: Capture, terms: Terms) -> None:
         self._capture, self._graph, self._t = capture, capture.graph, terms.tracking
+        # an fx graph has all placeholders first: new ones go in front of this op
         self._first = next(node for node in self._graph.nodes if node.op != "placeholder")
         self._numbers: dict[tuple[object, torch.dtype | None], Node] = {}
         self._sources: list[Node] = []
@@ -62,8 +76,10 @@ class Splitting:
         results = list(output.args[0])
         results[0] = self._term(results[0])
         output.args = (tuple(results),)
+        # a set has no order, and numbers are named in the order of their use: the same on all workers
         for node in sorted(self._t.fact_users, key=list(self._graph.nodes).index):
             self._use_numbers(node)
+        # users first: fx erases no node that is used
         for node in reversed(self._replaced):
             if not node.users:
                 self._graph.erase_node(node)
@@ -98,6 +114,7 @@ class Splitting:
                 if isinstance(value, list | tuple):
                     return type(value)(changed(each, place) for each in value)
                 if not isinstance(value, Node):
+                    # every micro-batch adds it, so each its share of it. A third argument is alpha, a factor
                     scaled = is_sum and name not in ("aten::stack", "aten::cat", "aten::where") and place < 2
                     return self._scaled(value) if scaled and isinstance(value, int | float) else value
                 state = self._t.of(value)
@@ -105,6 +122,7 @@ class Splitting:
                     return self._term(value)
                 if isinstance(state, BatchConstant):
                     number = self._number(value, dtype)
+                    # argument 0 of where is the condition
                     return self._scaled(number) if is_sum and not (name == "aten::where" and place == 0) else number
                 return self._scaled(value) if is_sum else value
 
@@ -113,7 +131,7 @@ class Splitting:
         return copied
 
     def _scaled(self, value: Any) -> Node:
-        """A value that does not depend on the micro-batch, times the micro-batch's share."""
+        """Return a value that does not depend on the micro-batch, times the micro-batch's share."""
         if self._share is None:
             self._share = self._placeholder(SHARE, torch.empty((), dtype=torch.float32))
         made = call(self._graph, aten.mul.Tensor, (self._share, value))
@@ -124,7 +142,7 @@ class Splitting:
         return node if node.meta["val"].dtype is dtype else call(self._graph, aten.to.dtype, (node, dtype))
 
     def _mean_loss(self, node: Node) -> Node:
-        """The losses one by one, added up and divided by what the mean divides by, of the whole batch."""
+        """Add the losses up one by one, and divide by what the mean divides by, of the whole batch."""
         target: Any = node.target
         schema = target._schema.arguments
         given = [argument(node, each.name) for each in schema if not each.kwarg_only]
@@ -132,6 +150,7 @@ class Splitting:
         given[place] = NONE
         with self._graph.inserting_before(node):
             each = call(self._graph, node.target, tuple(given), dict(node.kwargs))
+            # in float32: the digits of bf16 or fp16 do not hold a sum over a batch
             total = call(self._graph, aten.sum.default, (each,), {"dtype": torch.float32})
             counted = self._t.of(node)
             (count,) = counted.counts if isinstance(counted, Total) else (Count("one"),)
@@ -170,6 +189,7 @@ class Splitting:
         many = range(value.dim()) if dims is None else [int(d) for d in (dims if isinstance(dims, list) else [dims])]
         each = 1
         for dim in {dim % value.dim() - value.dim() for dim in many} - {state.dim}:
+            # a second open size: the whole batch's is unknown before all of it has been read
             if carriers(value) != [state.dim] and dim in carriers(value):
                 raise CannotCountError(source)
             each *= int(value.shape[dim])
@@ -183,7 +203,7 @@ class Splitting:
         return self._counted_number(leaf, (picked, each))
 
     def _use_numbers(self, node: Node) -> None:
-        """A value for each example that takes a fact of the batch: of the whole one."""
+        """Give a value of each example that takes a fact of the batch that of the whole batch."""
         value = node.meta["val"]
         dtype = value.dtype if isinstance(value, Tensor) and value.is_floating_point() else None
         for source in dict.fromkeys(flat((*node.args, *node.kwargs.values()))):
@@ -302,6 +322,7 @@ class Splitting:
         """Return what the rewritten graph needs of the whole batch, once it is cut into ``sections`` sections."""
         leaves = [node for node in self._finish.nodes if str(node.target).startswith("leaf_")]
         fixed = [node for node in self._finish.nodes if node.op == "placeholder" and node not in leaves]
+        # Whole.finish is given leaves, then fixed: each is put in front of those that were put there before
         for node in reversed((*leaves, *fixed)):
             first = next(iter(self._finish.nodes))
             if node is not first:

@@ -61,6 +61,7 @@ def count_targets(graph: Graph, target: Any, ignored: Any, class_weight: Any) ->
     """The number of targets that a mean cross-entropy divides by, or the sum of their classes' weights."""
     counted = call(graph, aten.ne.Scalar, (target, ignored))
     if isinstance(class_weight, Node):  # the mean then divides by the sum of the targets' class weights
+        # ignored targets (-100) are no row of the weights; they count 0 all the same, by ``counted``
         safe = call(graph, aten.clamp_min.default, (target, 0))
         each = call(graph, aten.index.Tensor, (class_weight, [safe]))
         counted = call(graph, aten.mul.Tensor, (each, counted))
@@ -68,7 +69,7 @@ def count_targets(graph: Graph, target: Any, ignored: Any, class_weight: Any) ->
 
 
 def call(graph: Graph, op: Any, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None) -> Node:
-    """A new node where the graph inserts, with its captured value."""
+    """Make a node where the graph inserts, with its captured value."""
     node = graph.call_function(op, args, dict(kwargs or {}))  # type: ignore[arg-type]
 
     def value(argument: object) -> object:

@@ -78,6 +78,7 @@ class Whole:
             if leaf.per_example is not None:
                 found.append(float(leaf.per_example * size))
             else:
+                # float64: whole numbers below 2**53 add up exactly, in any order of micro-batches and replicas
                 found.extend(counted.pop(0).to(torch.float64).reshape(-1).tolist())
         return found
 

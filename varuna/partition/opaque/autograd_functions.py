@@ -32,7 +32,7 @@ def apply_of_torch(function: type[torch.autograd.Function], *args: Any, **kwargs
 
 @contextmanager
 def plain_functions() -> Iterator[None]:
-    """In the middle of ``kept_functions``, apply autograd Functions as torch does."""
+    """Apply autograd Functions as torch does, in the middle of ``kept_functions``."""
     kept = torch.autograd.Function.__dict__["apply"]
     torch.autograd.Function.apply = _apply  # type: ignore[method-assign]
     try:
@@ -61,6 +61,7 @@ class _Call:
             raise ModelError(f"{self.function.__qualname__} writes its arguments in place: return new tensors instead.")
         found, self.results = tree_flatten(results)
         self.result_leaves = tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in found)
+        # an operation of a graph may return a view of its argument, not the argument itself
         return [leaf.view_as(leaf) if any(leaf is t for t in tensors) else leaf for leaf in found if _is_tensor(leaf)]
 
 
@@ -73,7 +74,7 @@ def _is_tensor(value: object) -> bool:
 
 @contextmanager
 def kept_functions() -> Iterator[None]:
-    """While a model is exported, calls of its own autograd Functions become ops of the graph."""
+    """Let calls of a model's own autograd Functions become ops of the graph that is exported."""
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
@@ -116,6 +117,7 @@ def _as_op(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> An
     name = _name_of(function, spec, leaves)
     call = _calls.get(name)
     if call is None:
+        # torch keeps a kernel for good, so it looks its call up: a later capture may put another one there
         kernel = lambda tensors, sizes: _calls[name].run(tensors, sizes)  # noqa: E731
         _library.define(f"{name}(Tensor[] tensors, SymInt[] sizes) -> Tensor[]")  # type: ignore[no-untyped-call]
         _library.impl(name, kernel, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]

@@ -163,8 +163,9 @@ class Call:
         return Ran(leaves, structure, marks.written(), module)
 
     def kernel(self, batch: int, tensors: list[Tensor], state: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """The operation's kernel; returns the tensors among the results."""
+        """Run the operation; return the tensors among the results."""
         assert self.learned is not None
+        # without data, as in export and footprints: shapes and bytes that real runs have shown
         if any(isinstance(value, FakeTensor) for value in (*tensors, *state)):
             made = apply_of_torch(_Shaped, self.learned, batch, *tensors, *state)
             return list(made)
@@ -249,7 +250,7 @@ def _shapes(leaves: Iterable[Any], batch: int = 0) -> str:
 
 @contextmanager
 def own_draws() -> Iterator[None]:
-    """Python's, NumPy's and torch's generators start from one number of torch's, which the section has seeded.
+    """Start Python's, NumPy's and torch's generators from one number of torch's, which the section has seeded.
 
     All come back afterwards: whatever a module does to them is not seen by what comes next.
     """
@@ -257,6 +258,7 @@ def own_draws() -> Iterator[None]:
     python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         random.seed(key)
+        # NumPy takes words of 32 bits
         np.random.seed((key & 0xFFFFFFFF, key >> 32))
         torch.default_generator.manual_seed(key)
         yield
@@ -272,13 +274,13 @@ def name_of_kind(module: nn.Module) -> str:
 
 
 def is_kind(path: str) -> bool:
-    """Whether that is what stands there, and not a path."""
+    """Return whether ``path`` is such a stand-in (``name_of_kind``), and not a path."""
     return ":" in path
 
 
 @contextmanager
 def drawing_as_operations(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
-    """Modules of plain PyTorch draw as their operations do, so that both can be compared."""
+    """Let modules of plain PyTorch draw as their operations do, so that both can be compared."""
     kinds = {path for path in paths if is_kind(path)}
     alone = {id(model.get_submodule(path)) for path in paths if path not in kinds}
     parts = {id(module) for module in model.modules()} if kinds else set()
@@ -345,6 +347,7 @@ def register(name: str, call: Call) -> None:
     """Let an operation of that name run ``call``."""
     met()
     if name not in _calls:
+        # torch keeps a kernel for good, so it looks its call up: a later capture may put another one there
         kernel = lambda batch, tensors, state, sizes: _calls[name].kernel(batch, tensors, state, sizes)  # noqa: E731
         _library.define(  # type: ignore[no-untyped-call]
             f"{name}(SymInt batch, Tensor[] tensors, Tensor[] state, SymInt[] sizes) -> Tensor[]"
@@ -361,7 +364,7 @@ def call_of(target: object) -> Call | None:
 
 
 def holds_opaque(graph: Graph) -> bool:
-    """Whether a graph, or one of a region within it, runs a module eagerly."""
+    """Return whether a graph, or one of a region within it, runs a module eagerly."""
     owner = graph.owning_module
     for node in graph.nodes:
         if call_of(node.target) is not None:

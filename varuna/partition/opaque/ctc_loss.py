@@ -46,7 +46,7 @@ def _gradient(
 
 @_losses.register_fake
 def _(log_probs: Tensor, *_: Any) -> Tensor:
-    return log_probs.new_empty(log_probs.shape[1])
+    return log_probs.new_empty(log_probs.shape[1])  # [time, examples, classes] -> [examples]
 
 
 @_gradient.register_fake
@@ -67,12 +67,12 @@ _losses.register_autograd(_backward, setup_context=_keep)
 
 
 class Alignments(TorchFunctionMode):
-    """While a model is captured, replaces ``ctc_loss`` by that operation, if lengths are given as tensors."""
+    """Replaces ``ctc_loss`` of a captured model by that operation, if lengths are given as tensors."""
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One call of torch."""
+        """Run one call of torch."""
         if func is F.ctc_loss or func is torch.ctc_loss:
             given = _SIGNATURE.bind(*args, **(kwargs or {}))
             given.apply_defaults()

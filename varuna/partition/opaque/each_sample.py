@@ -1,4 +1,4 @@
-"""Lists with an element for each sample, whose number nobody knows in a graph: two elements stand for all.
+"""Lists with an element for each sample, whose number a graph leaves open: two elements stand for all.
 
 ``tensor.unbind()`` and ``list(tensor)`` give one for the first sample and one for any other. A few operations on an
 element are done for all samples at once: another shape, a part of it, what goes element by element. Put together again,
@@ -84,19 +84,19 @@ class AllSamples:
 
     @property
     def shape(self) -> torch.Size:
-        """Of one sample."""
+        """Shape of one sample."""
         return self._whole.shape[1:]
 
     def size(self, dim: int | None = None) -> Any:
-        """Of one sample."""
+        """Return the shape of one sample, or its size along ``dim``."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Of one sample."""
+        """Return the number of dimensions of one sample."""
         return self._whole.dim() - 1
 
     def item(self) -> "EachNumber":
-        """A number for each sample."""
+        """Return what stands for a number of each sample."""
         return EachNumber(self)
 
     def __len__(self) -> Any:
@@ -168,7 +168,7 @@ def counts_of(numbers: Any) -> Tensor | None:
 
 
 def _computed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "AllSamples":
-    """The same operation on all samples, for each by itself.
+    """Do the same operation on all samples, for each by itself.
 
     Raises:
         LoopsOverSamplesError: it is none of those that are known, or takes something from another sample.
@@ -180,12 +180,13 @@ def _computed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         raise LoopsOverSamplesError(LOOPS)
     whole = _for_all(func, args, kwargs, first)
     ways, root = first._ways, first._made[0]
+    # in either turn, the same operation on the same things has one number: whole_of compares these
     number = ways.setdefault((func, *map(_told, leaves)), len(ways) + 1)
     return AllSamples(whole, first._turn, (root, number), ways)
 
 
 def _for_all(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], first: "AllSamples") -> Tensor:
-    """The operation on whole tensors; ``torch.vmap`` would leave its traces in a graph."""
+    """Do the operation on whole tensors; ``torch.vmap`` would leave its traces in a graph."""
     samples, dims = first._whole.shape[0], first._whole.dim()
     if func in _SHAPES and not kwargs:
         shape = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
@@ -236,12 +237,12 @@ register_pytree_node(
 
 
 def gathered(tree: Any) -> Any:
-    """Puts whole tensors in place of lists of their samples, in the arguments of a call."""
+    """Put whole tensors in place of lists of their samples, in the arguments of a call."""
     return _changed(tree, _gathered)
 
 
 def spread(tree: Any) -> Any:
-    """Makes the arguments again that the call had, for as many samples as the tensors have."""
+    """Make the arguments again that the call had, for as many samples as the tensors have."""
     return _changed(tree, _spread)
 
 

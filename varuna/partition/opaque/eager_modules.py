@@ -87,6 +87,7 @@ class Pieces:
             WritesError: one of them keeps something between calls.
             Exception: the model fails elsewhere, too.
         """
+        # each attempt but the last finds one module more, so there are at most as many as modules
         for _ in self.model.modules():
             with self.in_place(values), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about a graph that is not used
@@ -98,6 +99,7 @@ class Pieces:
                 break
             self.found[spoilt] = _BATCHED
         parts = [path for path in self.found if not calls.is_kind(path)]
+        # what is within another such module runs as a part of it
         inside = [path for path in parts if any(path.startswith(f"{other}.") for other in parts)]
         for path in inside:
             del self.found[path]
@@ -105,7 +107,7 @@ class Pieces:
 
     @contextmanager
     def in_place(self, values: Callable[[Tensor], Tensor | None] | None = None) -> Iterator[None]:
-        """While the model is exported, modules that were found are operations.
+        """Let modules that were found be operations while the model is exported.
 
         Args:
             values: as for ``find``; without, no more are looked for.
@@ -256,6 +258,7 @@ class Pieces:
         if calls.is_kind(path):
             raise UnfitError("it is made in forward(), and keeps tensors that are neither parameters nor buffers")
         built = []
+        # attributes that differ between two seeds were drawn
         for seed in (0, 1):
             with generator_lock, torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
@@ -321,6 +324,7 @@ def _in_batch(size: Any, batch: Any) -> GrowingSize:
     expression, symbol = size.node.expr, batch.node.expr
     if not expression.free_symbols <= {symbol}:
         raise UnfitError("it gets a tensor whose shape depends on data")
+    # a line through 1 and 2, tried at 4
     one, two, four = (int(expression.subs({symbol: number})) for number in (1, 2, 4))
     if four - two != 2 * (two - one):
         raise UnfitError("it gets a tensor whose shape is not linear in the number of samples")

@@ -53,7 +53,7 @@ class _Run(NamedTuple):
     passing_bytes: int
 
 
-def learn(call: Call, arguments: Arguments) -> Learned:
+def learn_module(call: Call, arguments: Arguments) -> Learned:
     """Run the module.
 
     Raises:
@@ -79,7 +79,7 @@ def learn(call: Call, arguments: Arguments) -> Learned:
 
 
 def _runs(call: Call, arguments: Arguments) -> tuple["_Run", "_Run", Ran, frozenset[str]]:
-    """Of both sizes, the larger once more, and what is scratch."""
+    """Run both sizes, and the larger once more; return the three runs, and what is scratch."""
     failure: Exception | None = None
     for draw in (torch.randn, torch.rand):  # it may want what a sigmoid or a softmax gives: sizes of boxes
         given = replace(arguments, draw=draw)
@@ -115,6 +115,7 @@ def _measured(call: Call, arguments: Arguments, size: int) -> _Run:
     work, counted = _Work(), Allocated()
     with seeded(0, call.path, "arguments"):
         given, state, sizes = _given(call, arguments, size)
+    # as in _once: results of runs are compared, so both must draw the same
     with seeded(0, call.path), counted.watch():
         with work:
             leaves, structure, *_ = call.run(given, state, sizes)
@@ -126,6 +127,7 @@ def _measured(call: Call, arguments: Arguments, size: int) -> _Run:
         if roots and wanted:
             ones = [torch.ones_like(value) for value in roots]
             found = torch.autograd.grad(roots, wanted, ones, allow_unused=True)
+        # without gradients of results, as large as these, and of arguments: the section counts them
         passing_bytes = counted.peak_bytes - after_bytes - _size_bytes(made) - _size_bytes(found)
     kept_bytes = after_bytes - _size_bytes(made)
     plain = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -174,7 +176,7 @@ def _value(kind: Given, known: Tensor | None, size: int, draw: Callable[[list[in
         value = draw(shape).to(kind.dtype) if kind.dtype.is_floating_point or kind.dtype.is_complex else None
         value = torch.zeros(shape, dtype=kind.dtype) if value is None else value
     else:
-        value = known.detach()
+        value = known.detach()  # of SIZES[-1] examples; the smaller run takes the first of them
         for dimension, length in enumerate(shape):
             value = value.narrow(dimension, 0, length)
         value = value.clone(memory_format=torch.contiguous_format)
@@ -223,7 +225,7 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One op."""
+        """Run one op."""
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
             count = flop_registry.get(func.overloadpacket)
@@ -235,4 +237,4 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def with_learned(call: Call, arguments: Arguments) -> Call:
     """The call, with what its runs have shown."""
-    return replace(call, learned=learn(call, arguments))
+    return replace(call, learned=learn_module(call, arguments))

@@ -8,8 +8,8 @@ _tell: ContextVar[Callable[[], None] | None] = ContextVar("tell", default=None)
 
 
 @contextmanager
-def told(tell: Callable[[], None]) -> Iterator[None]:
-    """While a model is captured in this thread, ``tell`` is called for each such thing."""
+def reporting(tell: Callable[[], None]) -> Iterator[None]:
+    """Call ``tell`` for each such thing that this thread's capture meets."""
     token = _tell.set(tell)
     try:
         yield
@@ -18,6 +18,6 @@ def told(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def met() -> None:
-    """There is one."""
+    """Report something that only this process can run."""
     if (tell := _tell.get()) is not None:
         tell()

@@ -36,7 +36,7 @@ class OwnDrawsError(ModelError):
 
 @contextmanager
 def refused_seeds() -> Iterator[None]:
-    """While a model is captured, refuse what sets the state of torch's generators, and draws from others."""
+    """Refuse, while a model is captured, what sets the state of torch's generators, and draws from others."""
     before = [getattr(place, name) for place, name in _SEEDS]
     for place, name in _SEEDS:
         setattr(place, name, _refusing(getattr(place, name), f"calls {place.__name__}.{name}()"))
@@ -64,7 +64,7 @@ class _Generators(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One call of torch."""
+        """Run one call of torch."""
         generator = (kwargs or {}).get("generator")
         if generator is not None and generator is not torch.default_generator:
             raise OwnDrawsError(f"draws from a generator of its own (torch.{func.__name__}(..., generator=))")

@@ -1,6 +1,6 @@
 """Quantized layers with plain tensors for parameters: packed numbers and their scales, which are not trained.
 
-Libraries hide scales from whoever copies, sends or saves a model by its parameters: torchao and quanto in classes of
+Libraries hide scales from code that copies, sends or saves a model by its parameters: torchao and quanto in classes of
 tensors, bitsandbytes in attributes. Here the layer's own code, or the same operations, computes with tensors that a
 section can hold.
 """
@@ -57,7 +57,7 @@ def _wrapped(module: nn.Module) -> Iterator[str]:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """Whether bitsandbytes made it, and keeps more than its parameters say."""
+    """Return whether a layer is of bitsandbytes, which keeps more than its parameters say."""
     made = any(each.__module__.startswith("bitsandbytes.nn.") for each in type(module).__mro__)
     return made and any(type(value) is not nn.Parameter for value in module.parameters(recurse=False))
 
@@ -70,11 +70,11 @@ class _Assembled(nn.Module):
         self._plan: Any = None
 
     def forward(self, *parts: Tensor) -> Tensor:
-        """The whole tensor."""
+        """Put the whole tensor together."""
         return _assemble(self._plan, iter(parts))
 
     def right_inverse(self, whole: Tensor) -> list[Tensor]:
-        """Its parts."""
+        """Take a whole tensor apart."""
         parts: list[Tensor] = []
         self._plan = _take_apart(whole, parts)
         return parts
@@ -130,7 +130,7 @@ class _Linear4Bit(nn.Module):
             self.offset = _fixed(state.offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of shape (..., inputs) -> (..., outputs)."""
+        """Compute outputs [..., out] of inputs ``x`` [..., in]."""
         ops = torch.ops.bitsandbytes
         given = x if self.dtype is None else x.to(self.dtype)
         scales: Tensor = self.scales

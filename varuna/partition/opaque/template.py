@@ -38,6 +38,7 @@ class Template:
 
     def holding(self, values: Sequence[Tensor]) -> nn.Module:
         """A copy with ``values`` in place of parameters and buffers; other tensors are shared, not copied."""
+        # deepcopy takes what the memo has for an id: values for places, and tensors themselves where they are shared
         memo: dict[int, Any] = {id(tensor): tensor for _, tensor in plain_tensors(self.module)}
         memo.update({id(place): value for place, value in zip(self.places, values, strict=True)})
         return copy.deepcopy(self.module, memo)

@@ -46,6 +46,7 @@ def copied_whole(module: nn.Module, memo: Mapping[int, Any]) -> nn.Module:
 
 
 def _copied(module: nn.Module, memo: dict[int, Any], plainly: Iterable[nn.Module]) -> nn.Module:
+    # all in the memo before one is filled: they may refer to each other
     made = [(each, object.__new__(type(each))) for each in plainly]
     memo.update((id(each), new) for each, new in made)
     for each, new in made:
@@ -91,7 +92,7 @@ class _ByValue(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One call of torch."""
+        """Run one call of torch."""
         if func not in _COPIES or args[0].layout is not torch.strided:
             return func(*args, **(kwargs or {}))
         value, made = args

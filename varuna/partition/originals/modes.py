@@ -1,4 +1,4 @@
-"""In which modes a model's modules train."""
+"""The modes in which a model's modules train."""
 
 from torch import nn
 

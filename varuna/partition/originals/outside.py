@@ -24,7 +24,7 @@ def check_outside(
         graph: as exported.
         constants: by placeholder.
         noticed: what was computed with.
-        trains_nothing_else: nobody trains a parameter that is no part of the model.
+        trains_nothing_else: no parameter is trained that is no part of the model.
 
     Raises:
         ModelError: the graph has one; names the line.
@@ -32,7 +32,7 @@ def check_outside(
     memory = SharedMemory(graph)
     for node in graph.nodes:
         if node.op != "placeholder" or node.name not in constants or memory.writers(node):
-            continue  # one that forward writes is refused as such
+            continue  # a constant that forward writes is refused elsewhere
         found = noticed.outside.get(constants[node.name].untyped_storage().data_ptr())
         if found is None or (found.is_leaf and trains_nothing_else) or not _reaches_loss(graph, memory, node):
             continue

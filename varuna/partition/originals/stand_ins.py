@@ -1,4 +1,4 @@
-"""The script's own modules and their copies: while a copy runs, whatever refers to the original gets the copy.
+"""The script's own modules and their copies: while a copy runs, all that refers to the original gets the copy.
 
 A script refers to its model, or to a loss with parameters, in more ways than by calling it: ``loss=`` adds a penalty
 over ``model.parameters()``, a layer's forward is a closure over the layer's old forward, ``loss=`` reads an attribute
@@ -20,7 +20,7 @@ _one_at_a_time = threading.RLock()
 
 @contextmanager
 def in_place_of(originals: nn.Module | None, copied: nn.Module) -> Iterator[None]:
-    """In this block, the modules and tensors of ``originals`` are those of ``copied``, a copy of it.
+    """Put modules and tensors of ``copied`` in the place of those of ``originals``, in this block.
 
     Args:
         originals: the script's own; None: there is none.
@@ -65,6 +65,6 @@ class _OtherTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One call of torch."""
+        """Run one call of torch."""
         args, kwargs = tree_map_only(Tensor, lambda value: self._others.get(id(value), value), (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -25,14 +25,14 @@ class ModelAndLoss(nn.Module):
 
     @property
     def model_itself(self) -> nn.Module:
-        """Without the loss."""
+        """The model, without the loss."""
         found = self._modules[_MODEL]
         assert found is not None
         return found
 
     @property
     def loss_itself(self) -> nn.Module:
-        """Without the model."""
+        """The loss, without the model."""
         found = self._modules[self.of_loss]
         assert found is not None
         return found
@@ -49,7 +49,7 @@ class ModelAndLoss(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """By the names of the model, and those of the loss below its own."""
+        """List modules by the names of the model, and those of the loss below its own."""
         memo = set() if memo is None else memo
         yield prefix, self
         yield from self.model_itself.named_modules(memo, prefix, remove_duplicate)
@@ -57,14 +57,14 @@ class ModelAndLoss(nn.Module):
         yield from self.loss_itself.named_modules(memo, below, remove_duplicate)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """By such a name."""
+        """Return the module of such a name."""
         first, _, rest = target.partition(".")
         return (
             self.loss_itself.get_submodule(rest) if first == self.of_loss else self.model_itself.get_submodule(target)
         )
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """By such names."""
+        """Return parameters and buffers by such names."""
         found = self.model_itself.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         below = f"{prefix}{self.of_loss}."
         return self.loss_itself.state_dict(destination=found, prefix=below, keep_vars=keep_vars)

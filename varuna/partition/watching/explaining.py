@@ -206,7 +206,7 @@ def in_plain_words(text: str) -> str:
 
 
 def _is_raised_by_user(error: BaseException) -> bool:
-    """Whether the last line that ran is the user's, and its error is not about tracing."""
+    """Return whether the last line that ran is the user's, and its error is not about tracing."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and _is_users(frames[-1].filename) and not re.search(r"Sym(Int|Float|Bool)", str(error))
 

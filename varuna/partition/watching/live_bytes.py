@@ -26,7 +26,7 @@ class Allocated:
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
     def watch(self) -> AbstractContextManager[object]:
-        """In this block, count the storages that this thread's ops make; each thread enters it by itself."""
+        """Count the storages that this thread's ops make in a block; each thread enters one of its own."""
         return _Watch(self.add)
 
     def add(self, tensor: Tensor) -> None:

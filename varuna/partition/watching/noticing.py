@@ -26,7 +26,7 @@ class Noticing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """One call of torch."""
+        """Run one call of torch."""
         if func == _DATA and args[0].is_leaf and args[0].requires_grad:
             self.noticed.data_at = user_line()
         if torch.is_grad_enabled():
@@ -42,7 +42,7 @@ class Noticing(TorchFunctionMode):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """In this block, also notice what is not a tensor operation."""
+        """Notice also what is not a tensor operation, in this block."""
         environments: Any = ShapeEnv
         fix = environments._set_replacement
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def buffers_written_in_place(model: nn.Module) -> Iterator[None]:
-    """After this block a buffer that was replaced by one like it is the tensor that it was, with the new value.
+    """Write the new value of a buffer that was replaced by one like it into the buffer, after this block.
 
     Others, such as a table that grows with the longest sequence so far, are no state of a run: what comes after a step
     would have to have its shape.

@@ -73,7 +73,7 @@ def watched(respond: Respond | None = None) -> Iterator[Seen]:
 
 
 def _differ(one: Any, two: Any) -> bool:
-    """Whether two states of NumPy's Mersenne twister differ."""
+    """Return whether two states of NumPy's Mersenne twister differ."""
     keys = np.array_equal(one["state"]["key"], two["state"]["key"])
     return not keys or one["state"]["pos"] != two["state"]["pos"] or one["has_gauss"] != two["has_gauss"]
 

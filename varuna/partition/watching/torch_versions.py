@@ -30,12 +30,12 @@ def normalised(program: ExportedProgram) -> ExportedProgram:
 
 
 def known_sizes(environment: Any) -> Mapping[Any, Any]:
-    """By symbol: sizes as they are in the example."""
+    """Return sizes as they are in the example, by symbol."""
     return environment.var_to_val if _BEFORE_2_11 else environment.backed_var_to_val  # type: ignore[no-any-return]
 
 
 def followed_numbers(environment: Any) -> Mapping[Any, Any]:
-    """By symbol: numbers out of tensors as they are in the example."""
+    """Return numbers taken out of tensors as they are in the example, by symbol."""
     name = "unbacked_var_to_val" if _BEFORE_2_11 else "real_tensor_prop_unbacked_vals"
     return getattr(environment, name)  # type: ignore[no-any-return]
 

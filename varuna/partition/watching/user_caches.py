@@ -24,7 +24,7 @@ _found: tuple[int, list[Any]] = (-1, [])
 
 @contextmanager
 def without_fakes() -> Iterator[None]:
-    """After this block, caches are empty in which it has left tensors without data."""
+    """Empty the caches in which this block leaves tensors without data."""
     before = {id(cache): cache.cache_info().misses for cache in _caches()}
     try:
         yield
@@ -35,7 +35,7 @@ def without_fakes() -> Iterator[None]:
 
 
 def _caches() -> list[Any]:
-    """Of all modules and classes; looked for anew, which takes some 50 ms, where modules were imported since."""
+    """Find the caches of all modules and classes, anew where modules were imported since (some 50 ms)."""
     global _found
     if _found[0] != len(sys.modules):
         own = {name: each for name, each in list(sys.modules.items()) if name.partition(".")[0] not in _NOT_THE_USERS}

@@ -84,7 +84,7 @@ def _is_stdlib(file: str) -> bool:
 
 @cache
 def accumulates(place: UserLine) -> bool:
-    """Whether a line that takes a number out of a tensor adds it to those of other tensors, as far as one can read.
+    """Return whether a line that takes a number out of a tensor seems to add it to those of other tensors.
 
     It does if its statement updates a name from itself (``total += x.item()``, ``worst = max(worst, x.item())``),
     collects in a comprehension or with ``append``, or names the value and the same loop does one of these with it.
@@ -127,7 +127,7 @@ def _names(node: ast.AST) -> list[ast.Name]:
 
 
 def _adds_up(node: ast.stmt, using: set[str] | None) -> bool:
-    """Whether a statement updates a variable from itself, or appends; ``using``: with one of these names in it."""
+    """Return whether a statement updates a variable from itself, or appends; ``using``: with one of these names."""
     match node:
         case ast.AugAssign(target=target, value=value):
             grows = _is_common(target)

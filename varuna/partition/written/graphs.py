@@ -70,6 +70,7 @@ def graph_of(values: Mapping[str, Any], decode: Callable[[Any, Mapping[str, Node
             raise CannotShareError(f"a node does {op!r}")
         named = {_path(key): value for key, value in decode(kwargs, nodes).items()}
         node = graph.create_node(op, called, decode(args, nodes), named, name=_path(name))
+        # fx renames a second node of one name; arguments, placeholders and digests would then mean another one
         if node.name != name:
             raise CannotShareError(f"two nodes are called {name}")
         if kind is not None:
@@ -157,7 +158,11 @@ def _stand_in(dtype: str, dims: int) -> Tensor:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Raises CannotShareError if there is none of that name."""
+    """Return the dtype of a name.
+
+    Raises:
+        CannotShareError: there is none.
+    """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise CannotShareError(f"there is no dtype {name!r}")

@@ -1,4 +1,4 @@
-"""By what a worker asks for a captured model: a hash of all that its own capture would begin with."""
+"""The key by which a worker asks for a captured model: a hash of all that its own capture would begin with."""
 
 import hashlib
 from typing import Any
@@ -31,7 +31,7 @@ def recipe_digest(recipe: Recipe, *functions: object) -> str | None:
 
 
 def capture_key(recipe: str, batch: Batch, options: object) -> str:
-    """The hash. Within one run, workers that have the same agree on the graph.
+    """Return the hash. Within one run, workers that have the same agree on the graph.
 
     It is no proof that two runs would: forward() may read files and the environment.
 

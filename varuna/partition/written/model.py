@@ -35,7 +35,7 @@ _MOST_BYTES = 2**30
 
 
 def to_bytes(model: PartitionedModel) -> bytes:
-    """A model; equal ones give equal bytes.
+    """Write a model; equal ones give equal bytes.
 
     Raises:
         CannotShareError: something in the model means nothing to another process: modules that run as written, say.
@@ -56,6 +56,7 @@ def from_bytes(data: bytes) -> PartitionedModel:
         CannotShareError: they are other bytes, or this process cannot run the model.
     """
     try:
+        # bounded: a few bytes of a broken or foreign sender can stand for very many
         whole = zlib.decompressobj().decompress(data, _MOST_BYTES)
         end = _LENGTH_BYTES + int.from_bytes(whole[:_LENGTH_BYTES])
         reader = ValueReader(_TYPES, load(whole[end:]))

@@ -34,7 +34,7 @@ _LEAVES = (
 _HOLDERS = (
     _Form("list", list, tuple, list),
     _Form("dict", Mapping, lambda value: tuple(value.items()), dict),
-    _Form("frozenset", frozenset, lambda value: tuple(sorted(value)), frozenset),
+    _Form("frozenset", frozenset, lambda value: tuple(sorted(value)), frozenset),  # equal models give equal bytes
     _Form("slice", slice, lambda value: (value.start, value.stop, value.step), lambda of: slice(*of)),
 )
 _FORMS = {form.kind: form for form in (*_LEAVES, *_HOLDERS)}

@@ -14,9 +14,19 @@ from tests.unit.engine.ranks import Setup
 from tests.waiting import wait_for
 from varuna.core.errors import LinkError
 from varuna.engine.base.inbox import Inbox
-from varuna.engine.base.peer_activity import watch
+from varuna.engine.base.peer_activity import watch_peers
 from varuna.engine.base.transport import Group, Work
-from varuna.engine.base.wait_bounds import Awaited, Doing, Heard, Patience, Scene, Waiting, doing_of, hear, overdue
+from varuna.engine.base.wait_bounds import (
+    Awaited,
+    Doing,
+    Heard,
+    Patience,
+    Scene,
+    Waiting,
+    doing_of,
+    heard_after,
+    overdue,
+)
 from varuna.engine.pipeline.reduce import TIED_TAG
 from varuna.engine.worker.heartbeat import Whereabouts, whereabouts
 from varuna.engine.worker.session import Session
@@ -44,12 +54,15 @@ def test_patience_follows_from_what_a_step_takes() -> None:
 
 
 def test_a_wait_names_whom_it_is_for_and_what_they_do_those_at_work_first() -> None:
-    said = scene(since(VOTING, 0), since(BUSY, 0)).told(Awaited("the vote on step 12", (1, 2)), 31.2)
+    said = scene(since(VOTING, 0), since(BUSY, 0)).describe_wait(Awaited("the vote on step 12", (1, 2)), 31.2)
     assert said == (
         "rank 0 (stage 0) has waited 31 s for the vote on step 12 from ranks 1 and 2 (rank 2: runs the code of the "
         "training loop after step 11; rank 1: runs step 12: waits for the vote on step 12 from ranks 0 and 1)"
     )
-    assert scene().told(Awaited("the samples of 0F3"), 40) == "rank 0 (stage 0) has waited 40 s for the samples of 0F3"
+    assert (
+        scene().describe_wait(Awaited("the samples of 0F3"), 40)
+        == "rank 0 (stage 0) has waited 40 s for the samples of 0F3"
+    )
 
 
 def test_a_rank_at_work_is_waited_for_as_long_as_it_gives_signs_of_life() -> None:
@@ -117,12 +130,12 @@ def test_a_silent_rank_is_given_up_if_it_is_waited_for() -> None:
 
 
 def test_another_wait_is_progress_and_another_tick_a_sign_of_life() -> None:
-    first = hear(None, Doing(text="", on=(1,), wait=1, tick=1), 10)
-    same = hear(first, Doing(text="", on=(1,), wait=1, tick=2), 20)
+    first = heard_after(None, Doing(text="", on=(1,), wait=1, tick=1), 10)
+    same = heard_after(first, Doing(text="", on=(1,), wait=1, tick=2), 20)
     assert (same.since_s, same.alive_s, same.silent_s) == (10, 20, 0)
-    assert hear(same, Doing(text="", on=(1,), wait=2, tick=3), 30).since_s == 30
-    assert hear(same, Doing(text="", wait=1, tick=3), 30).since_s == 30
-    silent = hear(same, Doing(text="", on=(1,), wait=1, tick=2), 30)
+    assert heard_after(same, Doing(text="", on=(1,), wait=2, tick=3), 30).since_s == 30
+    assert heard_after(same, Doing(text="", wait=1, tick=3), 30).since_s == 30
+    silent = heard_after(same, Doing(text="", on=(1,), wait=1, tick=2), 30)
     assert (silent.since_s, silent.silent_s) == (10, 10)
 
 
@@ -140,7 +153,7 @@ def test_a_store_that_is_away_makes_nobody_silent() -> None:
 
     inbox = Inbox(Patience(word_s=0.01), ranks=range(2))
     inbox.heard = {1: since(BUSY, 0)}
-    watch(inbox, Away(), 0, 0, range(2), lambda tick: Doing(text="", on=(1,), tick=tick), give_up=print)
+    watch_peers(inbox, Away(), 0, 0, range(2), lambda tick: Doing(text="", on=(1,), tick=tick), give_up=print)
     try:
         wait_for(lambda: not inbox.heard, 5)
     finally:
@@ -219,7 +232,7 @@ LOOP = Doing(text="runs the code of the training loop after step 11, at train.py
 
 
 def test_a_rank_ends_itself_only_if_its_work_lasts_far_longer_than_any_before_and_others_wait_for_it() -> None:
-    waits = hear(hear(None, VOTING, 10.0), VOTING, 20.0)
+    waits = heard_after(heard_after(None, VOTING, 10.0), VOTING, 20.0)
     why = overdue(1, LOOP, 3601.0, 3600.0, {2: waits}, PATIENCE)
     assert why is not None
     assert why.startswith(
@@ -229,7 +242,7 @@ def test_a_rank_ends_itself_only_if_its_work_lasts_far_longer_than_any_before_an
     assert overdue(1, LOOP, 3601.0, 3600.0, {0: since(BUSY, 0), 2: waits}, PATIENCE) == why  # one is enough
     assert overdue(1, LOOP, 3599.0, 3600.0, {2: waits}, PATIENCE) is None
     assert overdue(2, LOOP, 3601.0, 3600.0, {1: waits}, PATIENCE) is None  # who waits, waits for others
-    assert overdue(1, LOOP, 3601.0, 3600.0, {2: hear(None, VOTING, 20.0)}, PATIENCE) is None  # it has just come
+    assert overdue(1, LOOP, 3601.0, 3600.0, {2: heard_after(None, VOTING, 20.0)}, PATIENCE) is None  # it has just come
     assert overdue(1, Doing(text="compiles"), 9e4, 3600.0, {2: waits}, PATIENCE) is None  # it may take its time
 
 

@@ -27,10 +27,10 @@ def test_a_body_of_any_size_arrives(monkeypatch: pytest.MonkeyPatch, size_bytes:
     kept: list[bool] = []
 
     def keep() -> None:
-        opening, header = wire.next_offer(wire.Line(groups[1], 0))
+        opening, header = wire.next_offer(wire.CopyChannel(groups[1], 0))
         assert header == b"what"
-        wire.answer(wire.Line(groups[1], 0), yes=True)
-        kept.append(wire.receive_parts(wire.Line(groups[1], 0), opening, Body.of_memory([found]).write))
+        wire.send_answer(wire.CopyChannel(groups[1], 0), yes=True)
+        kept.append(wire.receive_parts(wire.CopyChannel(groups[1], 0), opening, Body.of_memory([found]).write))
 
     keeper = start("test-keeper", keep)
 
@@ -38,9 +38,9 @@ def test_a_body_of_any_size_arrives(monkeypatch: pytest.MonkeyPatch, size_bytes:
         Body.of_memory([body]).read(first, part)
         return True
 
-    opening = wire.offer(wire.Line(groups[0], 1), wire.CopyKind.SUM, 3, b"what", size_bytes)
+    opening = wire.offer_copy(wire.CopyChannel(groups[0], 1), wire.CopyKind.SUM, 3, b"what", size_bytes)
     assert opening is not None
-    assert wire.send_parts(wire.Line(groups[0], 1), opening, fill, lambda part_s: None)
+    assert wire.send_parts(wire.CopyChannel(groups[0], 1), opening, fill, lambda part_s: None)
     keeper.join(20)
     assert kept == [True]
     assert torch.equal(found, body)
@@ -70,7 +70,7 @@ def test_a_copy_that_cannot_be_made_is_told_of(capfd: pytest.CaptureFixture[str]
         stage=0,
     )
     CopySender(groups[0], 1, CopiedStage(still, maker, None), inbox=inbox, steps=10, rank=0, stage=0)
-    maker.begins(fails)
+    maker.begin_first_step(fails)
     said: list[str] = []
 
     def is_said() -> bool:

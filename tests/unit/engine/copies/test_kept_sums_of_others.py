@@ -1,10 +1,10 @@
 """Of another rank's sums those of the newest step are kept, and the newest of each section alone."""
 
-from varuna.core.sums import HeldSums, MicroBatchLoss, SectionSum, Spans, joined
+from varuna.core.sums import HeldSums, IndexSet, MicroBatchLoss, SectionSum, joined
 from varuna.engine.copies.keeping import KeptSums
 
 
-def held(section: int, spans: Spans, *losses: int) -> HeldSums:
+def held(section: int, spans: IndexSet, *losses: int) -> HeldSums:
     noted = tuple(MicroBatchLoss(micro_batch=number, values=(1.0, 2.0)) for number in losses)
     return HeldSums(
         micro_batch=2,

@@ -61,7 +61,7 @@ class Ranks:
     def begin(self, *ranks: int) -> None:
         """The generation's first step begins."""
         for rank in ranks or range(RANKS):
-            self.copies[rank].begins(lambda: {"turns": 0})
+            self.copies[rank].begin_first_step(lambda: {"turns": 0})
 
     def step(self, step: int, *ranks: int) -> StepTotals:
         """Cast a vote, and let some ranks apply the step and do what it decides; all, if none are named."""
@@ -83,10 +83,10 @@ class Ranks:
         return totals
 
     def learn(self, rank: int, step: int, totals: StepTotals) -> None:
-        self.stills[rank].changes()
+        self.stills[rank].close_for_update()
         self.values[rank].fill_(float(step))
-        self.stills[rank].rests(step)
-        self.copies[rank].after(totals, step, lambda: {"turns": step})
+        self.stills[rank].open_at(step)
+        self.copies[rank].follow_vote(totals, step, lambda: {"turns": step})
 
     def are_there(self) -> bool:
         return all(copies.flags()["kept"] for copies in self.copies)
@@ -119,12 +119,12 @@ def test_the_first_is_of_the_state_that_the_generation_began_with(ranks: Ranks) 
 
 def test_the_first_is_made_once_all_of_its_state_is_there() -> None:
     ranks = Ranks()
-    ranks.stills[0].changes()  # some of it is still to come
+    ranks.stills[0].close_for_update()  # some of it is still to come
     ranks.begin()
     wait_for(lambda: ranks.steps(0, 1) == [0], 10)
     assert ranks.steps(1, 0) == []
     ranks.values[0].fill_(9.0)
-    ranks.stills[0].rests(0)
+    ranks.stills[0].open_at(0)
     wait_for(lambda: ranks.steps(1, 0) == [0], 10)
     assert set(ranks.memories[1].states(0)[0].tensors["parameters/w"].tolist()) == {9.0}
     ranks.close()

@@ -19,10 +19,10 @@ from varuna.core.errors import DivergedError
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Awaited, Patience
 from varuna.engine.device.host_copies import DONE, StreamCopies
-from varuna.engine.links.carry import Carry
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.message import Layout
 from varuna.engine.links.traffic import TransferPaths, traffic_of, traffic_over
+from varuna.engine.links.transfer_time import TransferTime
 from varuna.engine.pipeline import reduce
 from varuna.partition.cut.split import Crossing
 
@@ -56,7 +56,7 @@ def test_statistics_of_batches_pass_a_late_device() -> None:
 class Hasty(StreamCopies):
     """Computes with what has arrived without waiting for it."""
 
-    def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def copy_to_device(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._streams.fetch(self._up, value) for name, value in values.items()}
 
 
@@ -108,9 +108,9 @@ def test_a_value_that_is_freed_under_a_copy_is_kept_by_the_copies_only() -> None
     stream = streams.stream()
     streams.copy(stream, torch.zeros(3), torch.ones(3))
     with pytest.raises(RuntimeError, match="given away"):
-        streams.mark(stream).wait()
+        streams.record_event(stream).wait()
     target = torch.zeros(3)
-    StreamCopies(streams).down([(torch.ones(3), target)]).wait()
+    StreamCopies(streams).copy_to_host([(torch.ones(3), target)]).wait()
     assert target.tolist() == [1.0] * 3
 
 
@@ -118,7 +118,7 @@ def test_a_cpu_copies_nothing_twice() -> None:
     traffic = traffic_of(torch.device("cpu"))
     value = torch.ones(3)
     assert traffic.streams is None
-    assert traffic.links.up({"x": value})["x"] is value
+    assert traffic.links.copy_to_device({"x": value})["x"] is value
     assert traffic.sums.point() is DONE
     with traffic.sums.at_host(value, DONE, torch.empty_like) as values:
         assert values is value
@@ -185,4 +185,4 @@ def test_an_all_reduce_is_timed_with_its_copies_but_without_the_backward_before_
     inbox.take(("reduced", 0, 0), lambda: Awaited("the sums of section 0"))
     reducer.close()
     assert streams.now_s == 102.0
-    assert reducer.reductions[-1] == Carry(flat.nbytes, 100.0, 102.0)
+    assert reducer.reductions[-1] == TransferTime(flat.nbytes, 100.0, 102.0)

@@ -23,7 +23,7 @@ class Hanging(LateStreams):
         self.device, self.marks, self.works = GPU, 0, threading.Event()
         self.works.set()
 
-    def mark(self, stream: Any, *, timed: bool = False) -> Any:
+    def record_event(self, stream: Any, *, timed: bool = False) -> Any:
         self.marks += 1
         return self
 

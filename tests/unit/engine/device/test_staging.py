@@ -25,7 +25,7 @@ from varuna.engine.stage.optimizer import StageOptimizer
 
 def away(plan: Plan) -> Plan:
     """One input of each stage stays on the device."""
-    return plan.each(stash_on_device=(1,) * (plan.stages - 1) + (plan.first.stash_limits[-1],))
+    return plan.with_each_pipeline(stash_on_device=(1,) * (plan.stages - 1) + (plan.first.stash_limits[-1],))
 
 
 # -- runs over a late device ---------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_stashed_inputs_pass_a_late_device_bit_for_bit(policy: str) -> None:
 class Hasty(StreamCopies):
     """Computes with what has not been fetched."""
 
-    def follow(self, copied: Ready) -> None:
+    def compute_after(self, copied: Ready) -> None:
         pass
 
 
@@ -98,7 +98,7 @@ def test_a_value_goes_home_as_it_is_when_it_sets_out() -> None:
     copies, value = StreamCopies(streams), torch.zeros(2, 3)
     home = copies.room_for(value)
     streams.compute.put(lambda: value.fill_(7.0))
-    left = copies.down([(value, home)])
+    left = copies.copy_to_host([(value, home)])
     streams.compute.put(lambda: value.fill_(9.0))
     left.wait()
     assert home.eq(7.0).all()
@@ -109,9 +109,9 @@ def test_what_has_just_left_can_be_fetched_again() -> None:
     def there_and_back(*, waits: bool) -> Tensor:
         copies, value = StreamCopies(LateStreams()), torch.full((3,), 5.0)
         home = copies.room_for(value)
-        left = copies.down([(value, home)])
+        left = copies.copy_to_host([(value, home)])
         [found], arrived = copies.fetch([home], left if waits else DONE)
-        copies.follow(arrived)
+        copies.compute_after(arrived)
         return found
 
     assert there_and_back(waits=True).tolist() == [5.0] * 3
@@ -196,7 +196,7 @@ def test_an_update_that_is_broken_off_is_undone_whatever_was_on_its_way_home() -
     undo()
     failing.clear()
     for stream in streams.made:
-        streams.mark(stream).wait()  # whatever was still to come has come
+        streams.record_event(stream).wait()  # whatever was still to come has come
     assert all(torch.equal(master, value) for master, value in zip(masters, before, strict=True))
     optimizer.update(lambda written: None)
     assert all(torch.equal(master, value - 0.5 * 1.9) for master, value in zip(masters, before, strict=True))

@@ -118,7 +118,7 @@ def test_both_halves_agree_in_half_precision() -> None:
 @pytest.mark.nightly
 def test_every_declared_length_has_halves_of_its_own() -> None:
     def adjusted(plan: Plan) -> Plan:
-        return plan.each(split_last=6, kept=(1, 1))
+        return plan.with_each_pipeline(split_last=6, kept=(1, 1))
 
     split = of_lengths(policy="adaptive", adjusted=adjusted)
     assert split.losses(2, 1, by_depth(2, 3)) == of_lengths().losses(1, 1, by_depth(2, 3))

@@ -6,7 +6,7 @@ from functools import partial
 from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.transport import Group, local_store
 from varuna.engine.links.authentication import prove
-from varuna.engine.links.groups import Groups, form
+from varuna.engine.links.groups import Groups, form_groups
 from varuna.testing.threads import run_all
 
 SECRET, OTHER = "ab" * 32, "cd" * 32
@@ -46,7 +46,7 @@ def test_a_generation_whose_members_have_different_secrets_does_not_form() -> No
     def join(rank: int) -> None:
         try:
             formed.append(
-                form(
+                form_groups(
                     store,
                     generation=3,
                     rank=rank,

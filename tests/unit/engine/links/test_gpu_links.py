@@ -140,7 +140,7 @@ def test_links_of_a_shared_gpu_and_rounded_sums_stay_with_the_host() -> None:
 def test_sums_leave_behind_their_last_backward_and_not_behind_what_follows() -> None:
     """Two replicas; the computation is late."""
     groups, fabric, streams = connected(2), Wire(), [LateStreams() for _ in range(2)]
-    identity = fabric.offer()
+    identity = fabric.new_identity()
     inboxes, reducers, sums = [Inbox(Patience(last_s=20)) for _ in range(2)], list[Reducer](), list[torch.Tensor]()
     channels = []
     for rank in range(2):
@@ -191,7 +191,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.groups, self.fabric = connected(2), Wire()
-        identity = self.fabric.offer()
+        identity = self.fabric.new_identity()
         self.communicators = [self.fabric.connect(identity, rank, 2) for rank in range(2)]
         self.inboxes = [Inbox(Patience(last_s=20)) for _ in range(2)]
         self.streams = [LateStreams() for _ in range(2)]
@@ -245,7 +245,7 @@ def test_a_wait_that_is_left_out_would_be_seen(pair: Pair, monkeypatch: pytest.M
     sender = pair.sender()
     pair.receive()
     with monkeypatch.context() as patch:
-        patch.setattr(pair.streams[1], "mark", lambda stream: LateEvent(None))
+        patch.setattr(pair.streams[1], "record_event", lambda stream: LateEvent(None))
         sender.send(pack(pair, 0))
         assert pair.take(0) != VALUE.tolist()
     with monkeypatch.context() as patch:
@@ -366,7 +366,7 @@ def test_a_member_that_freezes_while_forming_fails_the_others_within_the_bound(
     monkeypatch.setattr(module, "FORMING_BOUND_S", 0.2)
     grid = Grid(2, 1)
     if frozen == 0:  # before it says how to reach it
-        monkeypatch.setattr(grid.fabrics[0], "offer", partial(_never, grid.ended))
+        monkeypatch.setattr(grid.fabrics[0], "new_identity", partial(_never, grid.ended))
     else:
         monkeypatch.setattr(grid.fabrics[1], "connect", partial(_never, grid.ended))
     thread = threading.Thread(target=_quietly, args=(partial(grid.connect, frozen),), daemon=True)
@@ -406,12 +406,12 @@ def test_the_end_of_a_generation_ends_its_forming_at_once() -> None:
 def test_abandoned_groups_abort_what_they_have_and_what_comes_too_late() -> None:
     made, late = (WireCommunicator(0, 1, 0, None) for _ in range(2))
     groups = Groups(connected(1)[0])
-    groups.direct.hold(made)
+    groups.direct.abort_with_others(made)
     groups.abandon()
     for thread in threading.enumerate():
         if thread.name == "varuna-abort":
             thread.join(10)
     assert made.aborted
     with pytest.raises(RuntimeError, match="abandoned while it formed"):
-        groups.direct.hold(late)
+        groups.direct.abort_with_others(late)
     assert late.aborted

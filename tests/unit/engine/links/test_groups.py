@@ -11,7 +11,7 @@ import torch
 from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.transport import Group, local_store
 from varuna.engine.links.gpu_links import GpuLinks
-from varuna.engine.links.groups import Groups, form
+from varuna.engine.links.groups import Groups, form_groups
 from varuna.engine.worker.forming import InterruptibleStore
 from varuna.testing.threads import run_all
 
@@ -21,7 +21,7 @@ _formed: list[Groups] = []
 def form_here(store: object, rank: int, *, members: int, stages: int, replicas: int, generation: int = 0) -> Groups:
     grid = stages * replicas
     homes = {rank % stages: range(rank % stages, grid, stages)} if rank < grid else {}
-    groups = form(
+    groups = form_groups(
         store,
         generation=generation,
         rank=rank,
@@ -125,7 +125,7 @@ def test_sections_that_the_same_ranks_run_are_summed_in_one_group() -> None:
 
     def work(rank: int) -> None:
         homes = {s: [each for each, run in enumerate(stages) if s in run] for s in stages[rank]}
-        groups[rank] = form(
+        groups[rank] = form_groups(
             store, generation=0, rank=rank, members=6, grid=6, homes=homes, endpoint=Endpoint("127.0.0.1")
         )
         _formed.append(groups[rank])

@@ -115,7 +115,7 @@ def test_it_is_aborted_once_and_asked_nothing_afterwards(library: Noting) -> Non
 
 
 def test_an_identity_is_the_librarys(library: Noting) -> None:
-    assert Nccl(torch.device("cuda", 0)).offer() == b"\5" * 128
+    assert Nccl(torch.device("cuda", 0)).new_identity() == b"\5" * 128
 
 
 def test_nccl_keeps_to_the_private_interface_unless_the_user_says_otherwise(
@@ -145,7 +145,7 @@ def test_the_binding_itself_takes_these_calls(monkeypatch: pytest.MonkeyPatch) -
     except UsageError:
         pytest.skip("needs nccl4py and libnccl.so.2")
     fabric = Nccl(torch.device("cuda", 0))
-    first, second = fabric.offer(), fabric.offer()
+    first, second = fabric.new_identity(), fabric.new_identity()
     assert len(first) == 128
     assert first != second
     if not torch.cuda.is_available():

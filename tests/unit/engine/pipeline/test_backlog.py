@@ -30,7 +30,7 @@ def deep(policy: str = "adaptive") -> Setup:
     """Two stages with room for the whole step in flight."""
 
     def adjusted(plan: Plan) -> Plan:
-        return plan.each(stash_limits=(_MICRO_BATCHES,) * 2, split_last=0)
+        return plan.with_each_pipeline(stash_limits=(_MICRO_BATCHES,) * 2, split_last=0)
 
     return Setup(global_batch=2 * _MICRO_BATCHES, policy=policy, adjusted=adjusted)
 

@@ -73,7 +73,7 @@ def cut_in_the_middle(setup: Setup, stages: int) -> Any:
 
     def adjusted(plan: Plan) -> Plan:
         kept = (free, 0) if stages == 2 else (free - 1, 0, 0)
-        return plan.each(bounds=(*starts, plan.sections), kept=kept, stash_limits=(4, 3, 1)[-stages:])
+        return plan.with_each_pipeline(bounds=(*starts, plan.sections), kept=kept, stash_limits=(4, 3, 1)[-stages:])
 
     return adjusted
 

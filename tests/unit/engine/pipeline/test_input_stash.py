@@ -26,7 +26,7 @@ from varuna.schedule.buffers import STASH_IN_TRANSIT
 )
 def test_losses_and_parameters_are_those_of_a_stash_on_the_device(policy: str, stay: int) -> None:
     def moved(plan: Plan) -> Plan:
-        return plan.each(stash_on_device=(stay,) * (plan.stages - 1) + (plan.first.stash_limits[-1],))
+        return plan.with_each_pipeline(stash_on_device=(stay,) * (plan.stages - 1) + (plan.first.stash_limits[-1],))
 
     setup = Setup(build=Dropping, micro_batch=1, policy=policy)
     expected = setup.losses(3, 1, steps=2)
@@ -47,7 +47,7 @@ def first_frozen() -> nn.Module:
 def test_what_crosses_into_the_first_trained_section_of_a_stage_waits_there_too() -> None:
     setup = Setup(build=first_frozen, micro_batch=1, policy="adaptive")
     expected = setup.losses(2, 2, steps=2)
-    moved = replace(setup, adjusted=lambda plan: plan.each(stash_on_device=(0, 1)))
+    moved = replace(setup, adjusted=lambda plan: plan.with_each_pipeline(stash_on_device=(0, 1)))
     assert moved.losses(2, 2, steps=2) == expected
 
 
@@ -78,13 +78,13 @@ def test_only_what_stays_and_what_is_on_its_way_is_on_the_device(depth: int, pla
     most = 0
     for number in range(count + depth):
         if number < count:
-            stash.settle()
+            stash.finish_copy()
             entry = waiting(copies, number)
             most = max(most, len(copies.alive))
-            stash.put(number, entry)
+            stash.put_input(number, entry)
             del entry
         if number >= depth:
-            at_work = stash.take(number - depth)
+            at_work = stash.take_input(number - depth)
             assert at_work.values["x"].tolist() == [float(number - depth)] * 3
             most = max(most, len(copies.alive))
             del at_work
@@ -104,9 +104,9 @@ def test_the_next_input_sets_out_with_the_one_before_it() -> None:
     copies = Watched()
     stash = InputStash([2, 1, 0], places=0, copies=copies)
     for number in range(3):
-        stash.put(number, waiting(copies, number))
+        stash.put_input(number, waiting(copies, number))
     assert not copies.alive
-    assert stash.take(2).values["x"].tolist() == [2.0] * 3
+    assert stash.take_input(2).values["x"].tolist() == [2.0] * 3
     assert (copies.crossed, len(copies.alive)) == (2, 1)  # 1 has come with it; 2 is used up
-    stash.take(1)
+    stash.take_input(1)
     assert copies.crossed == 3

@@ -44,7 +44,7 @@ class Gates(LateStreams):
         super().__init__()
         self.gates: list[Gate] = []
 
-    def mark(self, stream: Any, *, timed: bool = False) -> Any:
+    def record_event(self, stream: Any, *, timed: bool = False) -> Any:
         self.gates.append(Gate(float(len(self.gates))))
         if len(self.gates) == 1:
             self.gates[0].open.set()
@@ -59,8 +59,8 @@ def test_the_action_before_must_be_done_and_no_more() -> None:
 
     def act() -> None:
         for action in (F0, F1):
-            pace.acting()
-            pace.acted(action)
+            pace.begin_action()
+            pace.end_action(action)
         begun.set()
 
     thread = threading.Thread(target=act)
@@ -82,12 +82,12 @@ def test_the_end_of_a_generation_ends_the_wait_for_the_device() -> None:
     streams, inbox = Gates(), Inbox(Patience(last_s=20))
     pace = DeviceLookahead(streams, inbox)
     pace.begin(0, 0.0)
-    pace.acting()
-    pace.acted(F0)
+    pace.begin_action()
+    pace.end_action(F0)
     inbox.abort(GenerationEnded(0))
-    pace.acting()
+    pace.begin_action()
     with pytest.raises(GenerationEnded):
-        pace.acted(F1)
+        pace.end_action(F1)
     streams.gates[2].open.set()
     pace.close()
 
@@ -111,8 +111,8 @@ def test_a_device_that_does_not_finish_is_to_blame_and_no_link() -> None:
     inbox = Inbox(Patience(forming_s=0.2, told_s=0.1, look_s=0.1))
     lookahead = DeviceLookahead(streams, inbox)
     lookahead.begin(0, 0.0)
-    lookahead.acting()
-    lookahead.acted(F0)
+    lookahead.begin_action()
+    lookahead.end_action(F0)
     with pytest.raises(DeviceError, match=r"waited 0 s for GPU 0102-03 to finish 0F0 of step 0: it hangs"):
         lookahead.finish()
     for gate in streams.gates:
@@ -127,12 +127,12 @@ def test_time_within_sections_is_marked_on_a_device_only_if_asked_for() -> None:
     for times_sections in (False, True):
         lookahead.times_sections = times_sections
         before = len(streams.gates)
-        lookahead.acting()
+        lookahead.begin_action()
         lookahead.computing()
         lookahead.computed()
         for gate in streams.gates:
             gate.open.set()
-        lookahead.acted(F1 if times_sections else F0)
+        lookahead.end_action(F1 if times_sections else F0)
         assert len(streams.gates) - before == (4 if times_sections else 2)
     streams.gates[-1].open.set()
     assert [took.inside_s for took in lookahead.finish().actions] == [0.0, 1.0]

@@ -46,7 +46,9 @@ class TwoTied(nn.Module):
 def test_exchanges_of_tied_parameters_have_the_same_numbers_on_all_stages() -> None:
     setup = Setup(TwoTied)
     _, layer = setup.model.facts.tied
-    setup.adjusted = lambda plan: plan if plan.stages == 1 else plan.each(bounds=(0, *layer.sections, plan.sections))
+    setup.adjusted = lambda plan: (
+        plan if plan.stages == 1 else plan.with_each_pipeline(bounds=(0, *layer.sections, plan.sections))
+    )
     deep = setup.losses(3, 1, 2)
     own = [{tied.name for tied in session.current.stage.tied} for session in setup.finished if session.current]
     assert own == [{"embed.weight"}, {"layers.2.weight"}, {"embed.weight", "layers.2.weight"}]
@@ -199,4 +201,4 @@ def _cut(seed: int, plan: Plan) -> Plan:
     """The plan with its stages cut anywhere."""
     generator = torch.Generator().manual_seed(seed)
     cuts = 1 + torch.randperm(plan.sections - 1, generator=generator)[: plan.stages - 1]
-    return plan.each(bounds=(0, *sorted(cuts.tolist()), plan.sections), kept=())
+    return plan.with_each_pipeline(bounds=(0, *sorted(cuts.tolist()), plan.sections), kept=())

@@ -7,7 +7,7 @@ from tests.unit.engine.ranks import Setup
 from tests.unit.schedule.validator import parse_row
 from varuna.core.messages import StepShown
 from varuna.core.times import Interval
-from varuna.engine.links.carry import Carry
+from varuna.engine.links.transfer_time import TransferTime
 from varuna.engine.pipeline.timeline import Messages, StepTimes, interval_of
 from varuna.engine.shown.recent_steps import STEPS_KEPT, RanStep, RecentSteps
 
@@ -15,14 +15,16 @@ from varuna.engine.shown.recent_steps import STEPS_KEPT, RanStep, RecentSteps
 def ran(step: int, generation: int = 0) -> RanStep:
     took = interval_of(parse_row("0F0")[0], 100.0, 100.5)
     times = StepTimes(step, 99.0, 101.0, (took,), ())
-    return RanStep(generation, 0, times, Messages((3,), [(0, Carry(8, 100.5))], []), (Carry(9, 100.25, 100.75),))
+    return RanStep(
+        generation, 0, times, Messages((3,), [(0, TransferTime(8, 100.5))], []), (TransferTime(9, 100.25, 100.75),)
+    )
 
 
 def timeline_of(ran: RanStep) -> StepShown:
     told: list[StepShown] = []
     recent = RecentSteps(told.append)
-    recent.take(ran)
-    recent.want(ran.times.step)
+    recent.add_step(ran)
+    recent.request_step(ran.times.step)
     recent.answer()
     [shown] = told
     return shown
@@ -31,11 +33,11 @@ def timeline_of(ran: RanStep) -> StepShown:
 def test_steps_are_told_once_they_are_over_with_seconds_from_their_own_begin() -> None:
     told: list[StepShown] = []
     recent = RecentSteps(told.append)
-    recent.want(5)
-    recent.take(ran(4))
+    recent.request_step(5)
+    recent.add_step(ran(4))
     recent.answer()
     assert told == []
-    recent.take(ran(5))
+    recent.add_step(ran(5))
     recent.answer()
     recent.answer()
     [shown] = told
@@ -50,11 +52,11 @@ def test_of_a_step_that_ran_again_the_newest_is_told_and_of_a_forgotten_one_noth
     told: list[StepShown] = []
     recent = RecentSteps(told.append)
     for step in (*range(10), 3, *range(4, 9)):
-        recent.take(ran(step, generation=step < 9))
+        recent.add_step(ran(step, generation=step < 9))
     for step in range(100, 100 + STEPS_KEPT - 1):
-        recent.take(ran(step))
-    recent.want(8)
-    recent.want(3)
+        recent.add_step(ran(step))
+    recent.request_step(8)
+    recent.request_step(3)
     recent.answer()
     assert [(each.step, each.timeline is None) for each in told] == [(3, True), (8, False)]
 
@@ -62,10 +64,10 @@ def test_of_a_step_that_ran_again_the_newest_is_told_and_of_a_forgotten_one_noth
 def test_memory_is_bounded_by_rows_but_the_newest_step_is_there() -> None:
     recent = RecentSteps(lambda shown: None, rows_kept=3)
     for step in range(10):
-        recent.take(ran(step))
+        recent.add_step(ran(step))
     assert [each.times.step for each in recent._kept] == [7, 8, 9]
     big = ran(10)
-    recent.take(big._replace(times=big.times._replace(actions=big.times.actions * 9)))
+    recent.add_step(big._replace(times=big.times._replace(actions=big.times.actions * 9)))
     assert [each.times.step for each in recent._kept] == [10]
 
 
@@ -73,7 +75,7 @@ def test_every_rank_tells_each_action_once_in_order_and_when_its_messages_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps: list[RanStep] = []
-    monkeypatch.setattr(RecentSteps, "take", lambda recent, ran: steps.append(ran))
+    monkeypatch.setattr(RecentSteps, "add_step", lambda recent, ran: steps.append(ran))
     Setup(SmallLanguage).run(2, 2, steps=3)
     monkeypatch.undo()
     found = {}

@@ -155,8 +155,8 @@ def test_recomputing_a_micro_batch_changes_nothing() -> None:
     [section] = [s for s in job.model.sections if "norms.1.running_mean" in s.updated]
     stage.statistics.clear()
     for micro_batch in range(4):
-        stage.statistics.note(section.index, micro_batch, [torch.zeros(8)] * 2)  # F
-        stage.statistics.note(section.index, micro_batch, [torch.ones(8)] * 2)  # R
+        stage.statistics.keep_found(section.index, micro_batch, [torch.zeros(8)] * 2)  # F
+        stage.statistics.keep_found(section.index, micro_batch, [torch.ones(8)] * 2)  # R
     stage.statistics.complete(section.index, stage.statistics.table(section.index))
     before = stage.buffers["norms.1.running_mean"].clone()
     stage.statistics.apply(stage.buffers)
@@ -173,11 +173,11 @@ def test_what_goes_with_sums_is_the_same_before_and_after_all_replicas_know_it(a
     [section] = [s.index for s in job.model.sections if "norms.1.running_mean" in s.updated]
     statistics.clear()
     for micro_batch in range(4):
-        statistics.note(section, micro_batch, [torch.full((8,), float(micro_batch))] * 2)
-    before = statistics.carried(section, ((1, 3),))
+        statistics.keep_found(section, micro_batch, [torch.full((8,), float(micro_batch))] * 2)
+    before = statistics.as_bytes(section, ((1, 3),))
     assert before is not None
     statistics.complete(section, None if alone else statistics.table(section))
-    after = statistics.carried(section, ((1, 3),))
+    after = statistics.as_bytes(section, ((1, 3),))
     assert after is not None
     rows = [carried.view(2, -1)[:, :32].view(torch.float32) for carried in (before, after)]  # the means of two
     assert torch.equal(rows[0], torch.tensor([[1.0], [2.0]]).expand(2, 8))

@@ -89,8 +89,8 @@ def test_no_bit_changes(name: str, stages: int, replicas: int) -> None:
 class Early(StreamCopies):
     """Says that parameters are there when their copy is queued."""
 
-    def over(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready = DONE) -> Ready:
-        super().over(pairs, after)
+    def overwrite(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready = DONE) -> Ready:
+        super().overwrite(pairs, after)
         return DONE
 
 
@@ -160,7 +160,7 @@ def test_parameters_are_not_overwritten_while_they_are_at_work() -> None:
     streams.compute.put(lambda: None if ended else WAITING)
     stream.at_work(1, "F")
     third = stream.at_work(2, "F")["w"]
-    arrived = streams.mark(streams.made[1])
+    arrived = streams.record_event(streams.made[1])
     assert not arrived.passed()
     assert torch.equal(first, homes[0]["w"])
     ended.append(True)

@@ -37,9 +37,9 @@ class Hung(HostCopies):
     def __init__(self) -> None:
         self.copies = 0
 
-    def down(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
+    def copy_to_host(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
         self.copies += 1
-        return super().down(pairs, after) if self.copies == 1 else Never()
+        return super().copy_to_host(pairs, after) if self.copies == 1 else Never()
 
 
 class Never:

@@ -104,7 +104,7 @@ class OneWay(HostCopies):
         self.most = max(self.most, self.held)
         return [value.to(META) for value in values], DONE
 
-    def down(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
+    def copy_to_host(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
         assert all(source.device == META and target.device.type == "cpu" for source, target in pairs)
         self.held -= 1
         return DONE

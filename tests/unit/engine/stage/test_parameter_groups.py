@@ -56,7 +56,7 @@ def test_a_scheduler_finds_the_groups_of_the_whole_model_on_a_stage_with_one_of_
     schedule: Callable[[Optimizer], lr_scheduler.LRScheduler], offload: bool
 ) -> None:
     def cut(plan: Plan) -> Plan:
-        return plan.each(bounds=(*(0, 1, plan.sections - 1)[: plan.stages], plan.sections))
+        return plan.with_each_pipeline(bounds=(*(0, 1, plan.sections - 1)[: plan.stages], plan.sections))
 
     setup = Setup(optimizer=filtered, scheduler=schedule, adjusted=cut, offload=offload)
     steps = by_depth(2, STEPS)

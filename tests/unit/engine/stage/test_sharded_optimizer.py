@@ -132,7 +132,7 @@ def test_before_a_step_has_come_round_only_what_is_held_is_offered() -> None:
     stage = stages_of(setup)[0]
     membership = Listening()
     standing = WorkerState(membership)
-    standing.take(stage)
+    standing.hold_stage(stage)
     assert standing.states().keys() == {*stage.sharding.held, *stage.sharding.lent}
     stage.apply(1, 0.0)  # as a laggard does, whose peers are gone
     assert not stage.sharding.complete

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.unit.engine.late import LateStreams
 from varuna.core.plan import Pipeline, Plan
-from varuna.core.sums import InheritedSum, MicroBatchLoss, SectionSum, Spans, StepAssignment
+from varuna.core.sums import IndexSet, InheritedSum, MicroBatchLoss, SectionSum, StepAssignment
 from varuna.engine.device.host_copies import CPU_COPIES, HostCopies, StreamCopies
 from varuna.engine.stage.gradient_bucket import Bucket
 from varuna.engine.stage.sums import ResumedStep, StepShare, Sums, SumWanted, TiedTotals
@@ -36,7 +36,7 @@ def add(sums: Sums, buckets: dict[int, Bucket], leaves: list[Tensor], section: i
         buckets[section].collect()
 
 
-def told(sums: Sums) -> dict[int, Spans]:
+def told(sums: Sums) -> dict[int, IndexSet]:
     return {each.section: each.micro_batches for each in sums.seal()}
 
 
@@ -89,14 +89,14 @@ def test_the_total_of_a_tied_gradient_leaves_the_sums_as_they_are_until_the_upda
     for section in (0, 1):
         add(sums, buckets, leaves, section, 0)
     before = buckets[0].flat.clone()
-    totals.take("w", torch.full((3,), 100.0))
+    totals.add_total("w", torch.full((3,), 100.0))
     assert totals.known["w"].tolist() == [100.0] * 3
     assert torch.equal(buckets[0].flat, before)
     assert told(sums) == {0: ((0, 1),), 1: ((0, 1),)}
     with pytest.raises(RuntimeError, match="the generation has ended"):
-        totals.take("w", torch.zeros(3))
+        totals.add_total("w", torch.zeros(3))
     sums.discard()
-    totals.settle()
+    totals.place_totals()
     assert told(sums) == {}
     assert buckets[0].flat.tolist() == [100.0] * 3
 
@@ -135,7 +135,7 @@ def test_another_thread_gets_sums_as_they_are_between_two_actions(leaves: list[T
     sums.begin()
     assert sums.sizes() == {0: 3, 1: 3}
     wanted = SumWanted(1, torch.empty(3))
-    sums.want(wanted)
+    sums.request_copy(wanted)
     add(sums, buckets, leaves, 0, 0)
     assert not wanted.taken.is_set(), "of another section"
     add(sums, buckets, leaves, 1, 0)
@@ -148,7 +148,7 @@ def test_another_thread_gets_no_sums_that_have_half_of_a_micro_batch(leaves: lis
     sums, _ = sums_over(leaves)
     sums.begin()
     wanted = SumWanted(0, torch.empty(3))
-    sums.want(wanted)
+    sums.request_copy(wanted)
     with sums.adding(0, 0, whole=False):
         pass
     assert wanted.taken.is_set()
@@ -160,7 +160,7 @@ def test_a_late_device_adds_to_sums_only_once_the_copy_of_them_is_made(leaves: l
     sums, buckets = sums_over(leaves, copies=StreamCopies(streams))
     sums.begin()
     wanted = SumWanted(1, sums.room()[:3])
-    sums.want(wanted)
+    sums.request_copy(wanted)
     add(sums, buckets, leaves, 1, 0)
     assert wanted.room.isnan().all(), "the training thread has waited for the copy"
     add(sums, buckets, leaves, 0, 0)
@@ -176,7 +176,7 @@ def test_whatever_changes_sums_on_a_late_device_runs_after_their_copies(leaves: 
     sums, buckets = sums_over(leaves, copies=StreamCopies(LateStreams()))
     sums.begin()
     wanted = SumWanted(0, sums.room()[:3])
-    sums.want(wanted)
+    sums.request_copy(wanted)
     add(sums, buckets, leaves, 0, 0)
     if change == "the next step":
         sums.begin()

@@ -17,7 +17,7 @@ from varuna.engine.base.endpoint import Endpoint
 from varuna.engine.base.transport import Group
 from varuna.engine.links.groups import Groups
 from varuna.engine.worker.forming import GenerationContext, form_generation
-from varuna.engine.worker.loop_state import Told
+from varuna.engine.worker.loop_state import LoopStateOffer
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_groups_of_a_generation_that_ended_while_it_formed_are_abandoned_by_the_
         job=SimpleNamespace(traffic=SimpleNamespace(compresses=False)), endpoint=Endpoint("127.0.0.1")
     )
     assignment = Assignment(generation=0, plan=plan, rank=0, members=1, next_step=0, fresh=True)
-    context = GenerationContext(worker, assignment, {}, Told(-1, None), None, lambda: True, lambda part: None)
+    context = GenerationContext(worker, assignment, {}, LoopStateOffer(-1, None), None, lambda: True, lambda part: None)
     with pytest.raises(RuntimeError, match="the generation ended while it formed"):
         form_generation(context, distributed.HashStore(), made)  # type: ignore[attr-defined]
     [groups] = made

@@ -19,7 +19,7 @@ def test_the_first_steps_of_a_generation_are_not_told() -> None:
     reporter = Reporter()
     for _ in range(2):
         for _ in range(WARM_STEPS):
-            reporter.take(step(1.0), step_s=9.0, messages=[], reductions=[], voters=1, compressed=Compressed())
+            reporter.add_times(step(1.0), step_s=9.0, messages=[], reductions=[], voters=1, compressed=Compressed())
         assert reporter.drain() is None
         reporter.begin()
 
@@ -29,7 +29,7 @@ def test_a_report_holds_medians_since_the_last_one() -> None:
     for number in range(WARM_STEPS + 3):
         voted = step(1.0, 3.0, 5.0)
         voted = voted._replace(phases=(*voted.phases, Interval("vote", -1, 0.0, 3.0 - number / 2)))
-        reporter.take(
+        reporter.add_times(
             voted,
             step_s=10.0 + number,
             messages=[(100, 0.25)],
@@ -52,11 +52,11 @@ def test_what_compression_did_is_told_once_and_for_told_steps_only() -> None:
     reporter = Reporter()
     for number in range(WARM_STEPS + 2):
         done = Compressed(300 * (number + 1), 200 * (number + 1))
-        reporter.take(step(1.0), step_s=1.0, messages=[], reductions=[], voters=1, compressed=done)
+        reporter.add_times(step(1.0), step_s=1.0, messages=[], reductions=[], voters=1, compressed=done)
     told = reporter.drain()
     assert told is not None
     assert told.compressed == Compressed(600, 400)
-    reporter.take(step(1.0), step_s=1.0, messages=[], reductions=[], voters=1, compressed=done)
+    reporter.add_times(step(1.0), step_s=1.0, messages=[], reductions=[], voters=1, compressed=done)
     told = reporter.drain()
     assert told is not None
     assert told.compressed == Compressed()
@@ -65,7 +65,9 @@ def test_what_compression_did_is_told_once_and_for_told_steps_only() -> None:
 def test_what_nobody_drains_does_not_grow() -> None:
     reporter = Reporter()
     for _ in range(WARM_STEPS + 3 * STEPS_KEPT):
-        reporter.take(step(1.0), step_s=1.0, messages=[(1, 1.0)] * 10, reductions=[], voters=1, compressed=Compressed())
+        reporter.add_times(
+            step(1.0), step_s=1.0, messages=[(1, 1.0)] * 10, reductions=[], voters=1, compressed=Compressed()
+        )
     told = reporter.drain()
     assert told is not None
     assert told.steps == STEPS_KEPT

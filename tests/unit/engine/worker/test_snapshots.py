@@ -55,17 +55,17 @@ class Gated(StreamCopies):
         super().__init__(streams)
         self._gate = gate
 
-    def down(self, *given: Any) -> Point:
-        return Point(super().down(*given), self._gate)
+    def copy_to_host(self, *given: Any) -> Point:
+        return Point(super().copy_to_host(*given), self._gate)
 
-    def follow(self, copied: Ready) -> None:
-        super().follow(copied.inner if isinstance(copied, Point) else copied)
+    def compute_after(self, copied: Ready) -> None:
+        super().compute_after(copied.inner if isinstance(copied, Point) else copied)
 
 
 class Rash(Gated):
     """Computes on while the state is copied."""
 
-    def follow(self, copied: Ready) -> None:
+    def compute_after(self, copied: Ready) -> None:
         pass
 
 
@@ -185,7 +185,7 @@ def test_a_copy_is_queued_behind_the_update_and_not_behind_the_next_step() -> No
     states = {0: SectionState(0, {"parameters/w": value}, {})}
     planned = parts_of([states[0]], replica=0, holders={0: (0,)}, generation=0)
     [part], pairs = SnapshotBuffer().place(planned, states, copies.room)
-    copied = copies.down(pairs)
+    copied = copies.copy_to_host(pairs)
     streams.compute.put(lambda: None)  # the next step's F, R and B
     copied.wait()
     assert streams.compute.passed == 1

@@ -16,7 +16,7 @@ from tests.unit.engine.ranks import Setup
 from varuna.checkpoint.collector import Collector
 from varuna.checkpoint.io.restore import everything, read_states
 from varuna.checkpoint.io.sums import fingerprint, write_sums
-from varuna.checkpoint.manifest import Manifest, commit, look
+from varuna.checkpoint.manifest import Manifest, commit, find_step
 from varuna.checkpoint.names import checkpoint_place, sums_file
 from varuna.checkpoint.saved_sums import SumsLabel
 from varuna.core.errors import CheckpointError, DamagedCheckpoint
@@ -330,4 +330,4 @@ def test_saved_sums_of_other_parameters_are_removed_and_not_gone_on_from(store: 
     assert taken_of(fingerprint(own, torch.float32)) == [file]
     with pytest.raises(DamagedCheckpoint, match="belongs to another state; it is removed"):
         taken_of(fingerprint(own, torch.float32) + 1)
-    assert file not in look(store, 4).sizes
+    assert file not in find_step(store, 4).sizes

@@ -10,14 +10,14 @@ from safetensors.torch import save_model
 from tests.unit.engine.late import LateStreams
 from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from tests.unit.engine.ranks import connected
-from varuna.checkpoint.io.frozen import FrozenParameters, put_back
+from varuna.checkpoint.io.frozen import FrozenParameters, restore_frozen
 from varuna.checkpoint.io.section_state import SectionState, to_bytes
 from varuna.core.devices import STAGING_BYTES
 from varuna.core.errors import VarunaError
 from varuna.core.messages import Transfer
 from varuna.engine.device.host_copies import CPU_COPIES, HostCopies, StreamCopies
 from varuna.engine.links.in_parts import part_bytes_for
-from varuna.engine.worker.state_transfer import exchange
+from varuna.engine.worker.state_transfer import exchange_states
 from varuna.testing import fail_at, run
 from varuna.testing.threads import run_all
 from varuna.trainer import Trainer
@@ -62,7 +62,7 @@ def exchanged(
 
     def work(rank: int) -> None:
         own = [each for each in transfers if rank in (each.source_rank, each.target_rank)]
-        received[rank] = exchange(groups[rank], own, rank, held.get(rank, {}), left_out, copies=copies).states
+        received[rank] = exchange_states(groups[rank], own, rank, held.get(rank, {}), left_out, copies=copies).states
 
     run_all([partial(work, rank) for rank in range(size)])
     return received
@@ -89,7 +89,7 @@ def test_what_files_have_is_not_sent() -> None:
     state, left_out = state_of(3), FrozenParameters({"half", "transposed"})
     [found] = exchanged(2, [move(3, 0, 1)], {0: {3: state}}, left_out)[1].values()
     assert "parameters/w" not in found.tensors
-    put_back(
+    restore_frozen(
         {3: found},
         {3: ["w", "half"]},
         lambda names: {name: state.tensors[f"parameters/{name}"] for name in names},
@@ -185,4 +185,4 @@ def test_a_source_that_vanishes_ends_the_exchange() -> None:
     transfers = [move(0, 1, 0)]
     del groups[1]
     with pytest.raises(RuntimeError):
-        exchange(groups[0], transfers, 0, {})
+        exchange_states(groups[0], transfers, 0, {})

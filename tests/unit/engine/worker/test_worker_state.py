@@ -34,7 +34,7 @@ def entered() -> WorkerState:
 def test_a_checkpoint_is_asked_for_once() -> None:
     standing = entered()
     standing.on_flag(0, "checkpoint")
-    assert [standing.asked("checkpoint") for _ in range(2)] == [True, False]
+    assert [standing.is_flag_asked("checkpoint") for _ in range(2)] == [True, False]
 
 
 @pytest.mark.parametrize("generation", [-1, 0])
@@ -42,9 +42,9 @@ def test_a_flag_that_arrives_while_the_rank_looks_at_another_is_not_lost(generat
     standing, earlier = entered(), Disturbed(generation)
     earlier.arriving = threading.Thread(target=standing.on_flag, args=(0, "checkpoint"), daemon=True)
     standing.on_flag(earlier, "checkpoint")
-    before = standing.asked("checkpoint")
+    before = standing.is_flag_asked("checkpoint")
     earlier.arriving.join(5)
-    assert [before, standing.asked("checkpoint")] == [generation == 0, True]
+    assert [before, standing.is_flag_asked("checkpoint")] == [generation == 0, True]
 
 
 class Listening:
@@ -65,5 +65,5 @@ def test_a_spare_answers_a_hold_that_comes_when_its_generation_has_just_formed()
     standing.enter(3, Inbox(), 0)
     standing.on_hold(3)  # its training thread has taken what was formed, and waits for nothing any more
     assert not membership.heard
-    standing.take(None)
+    standing.hold_stage(None)
     assert [(held.generation, held.next_step) for held in membership.heard] == [(3, None)]

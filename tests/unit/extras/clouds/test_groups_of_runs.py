@@ -10,7 +10,7 @@ from tests.unit.fleet.metadata import serving
 from varuna.core.errors import UsageError
 from varuna.extras.clouds.engines import GroupEngine
 from varuna.fleet.engines.engine import EnginePlace
-from varuna.fleet.run_folder.connection_file import Access, publish
+from varuna.fleet.run_folder.connection_file import Access, publish_access
 from varuna.process.file_lock import own
 
 
@@ -25,7 +25,7 @@ def test_a_group_that_another_living_run_uses_is_refused(tmp_path: Path, monkeyp
             return GroupEngine(scale_set(url), key, EnginePlace(run_dir=run_dir, most=4))
 
         engine(first).resize(2)
-        publish(first, Access(host="127.0.0.1", port=1, certificate_pem=None, token="t" * 20))
+        publish_access(first, Access(host="127.0.0.1", port=1, certificate_pem=None, token="t" * 20))
         engine(second)  # nobody manages the first one now
         manager = own(first, "manager", remedy="")
         with pytest.raises(UsageError, match=rf"the run in {first} uses scale set trainers.*varuna stop --run {first}"):

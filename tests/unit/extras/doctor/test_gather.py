@@ -18,7 +18,7 @@ from varuna.extras.doctor.diagnose import diagnose
 from varuna.extras.doctor.gather import gather, look_at_checkpoints
 from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.net import listening_sockets
-from varuna.fleet.net.host_facts import look
+from varuna.fleet.net.host_facts import look_at_host
 from varuna.fleet.page.status import shown_plan
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access
@@ -154,7 +154,7 @@ def test_what_agents_tell_of_their_machines_is_looked_at_too(tmp_path: Path) -> 
 
 def test_a_machine_is_looked_at_without_its_loopback(tmp_path: Path, listener: socket.socket) -> None:
     with socket.create_server(("0.0.0.0", 0)) as public:
-        facts = look(tmp_path)
+        facts = look_at_host(tmp_path)
         assert facts.disks[0].path == str(tmp_path)
         assert 0 < facts.disks[0].free_bytes < facts.disks[0].size_bytes
         if listening_sockets.available():

@@ -8,7 +8,7 @@ from tests.depth import by_depth
 from tests.unit.extras.replay.models import make_calibration
 from tests.unit.extras.replay.test_replay import FREE, replay, trace
 from varuna.core.plan import Pipeline, Plan
-from varuna.core.sums import HeldSums, InheritedSum, SectionSum, Spans, StepAssignment, count, numbers_of
+from varuna.core.sums import HeldSums, IndexSet, InheritedSum, SectionSum, StepAssignment, count, numbers_of
 from varuna.extras.replay.broken_steps import BrokenSteps
 from varuna.extras.replay.job import job_of
 from varuna.extras.replay.lost import LostBy
@@ -32,7 +32,7 @@ def steps() -> BrokenSteps:
 
 def held(
     steps: BrokenSteps, rank: int, stopped_s: tuple[float, float], rest: StepAssignment | None = None, plan: Plan = PLAN
-) -> dict[int, Spans]:
+) -> dict[int, IndexSet]:
     found = steps.held(plan, rank, rest, stopped_s)
     return {} if found is None else {each.section: each.micro_batches for each in found.sections}
 

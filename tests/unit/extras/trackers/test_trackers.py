@@ -12,7 +12,7 @@ import pytest
 import varuna
 from tests.unit.engine.models import SmallLanguage, Tokens, adamw
 from varuna.core.errors import UsageError
-from varuna.extras.trackers.of_job import FILE, chart_of
+from varuna.extras.trackers.of_job import FILE, VARIABLE, chart_of
 from varuna.extras.trackers.services import FOLDER_VARIABLE
 from varuna.extras.trackers.tracker import REDONE
 from varuna.extras.trackers.trackers import Trackers
@@ -69,6 +69,7 @@ def test_a_run_that_falls_back_has_each_step_once_in_tensorboard(
 ) -> None:
     """Rank 0 is the main worker, and another continues its chart; rank 1 is not, and the main one goes back itself."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(VARIABLE, "run1")  # as workers of one manager have it
     store, notebook = FailingStore(), Notebook()
 
     def script() -> None:
@@ -119,9 +120,9 @@ def test_a_users_own_tracker_hears_a_redone_step_once_and_where_it_happened() ->
     notebook = Notebook()
     charts = trackers(notebook)
     for step in (0, 1, 2, 1, 2, 3):
-        charts.take(step, {"loss": float(step)}, is_main=True)
+        charts.add_step(step, {"loss": float(step)}, is_main=True)
         charts.more({"again": 1.0})
-    charts.take(4, {"loss": 4.0}, is_main=False)
+    charts.add_step(4, {"loss": 4.0}, is_main=False)
     charts.more({"not": 1.0})
     charts.close()
     assert notebook.lines == [
@@ -140,7 +141,7 @@ def test_weights_and_biases_gets_each_step_once(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setenv(name, value)
     charts = trackers("wandb")
     for step in (0, 1, 0, 1, 2):
-        charts.take(step, {"loss": float(step)}, is_main=True)
+        charts.add_step(step, {"loss": float(step)}, is_main=True)
     charts.close()
     [file] = tmp_path.glob("wandb/offline-run-*/run-abc.wandb")
 
@@ -168,7 +169,7 @@ def test_mlflow_goes_on_with_a_run_that_another_process_began(tmp_path: Path, mo
     for steps in ((0, 1, 2), (1, 2, 3)):  # of two main workers, the first of which was lost
         charts = trackers("mlflow")
         for step in steps:
-            charts.take(step, {"loss": float(step)}, is_main=True)
+            charts.add_step(step, {"loss": float(step)}, is_main=True)
         charts.close()
     client = MlflowClient()
     experiment = client.get_experiment_by_name("Default")
@@ -188,7 +189,7 @@ def test_a_service_that_fails_is_left_out_and_the_others_go_on(capsys: pytest.Ca
     notebook = Notebook()
     charts = trackers(Broken(), notebook)
     for step in range(2):
-        charts.take(step, {"loss": 0.0}, is_main=True)
+        charts.add_step(step, {"loss": 0.0}, is_main=True)
     charts.close()
     assert len(notebook.lines) == 2
     said = capsys.readouterr().err
@@ -204,7 +205,7 @@ def test_a_service_that_hangs_holds_nobody_up(capsys: pytest.CaptureFixture[str]
 
     charts = trackers(Hung(), close_s=0.01)
     for step in range(12_000):
-        charts.take(step, {"loss": 0.0}, is_main=True)
+        charts.add_step(step, {"loss": 0.0}, is_main=True)
     charts.close()
     end.set()
     said = capsys.readouterr().err

@@ -136,9 +136,9 @@ def test_another_identity_in_the_same_folder_sends_its_own_logs_alone(bench: Ben
     (bench.home.logs_of(bench.card) / "n0-vm.0.log").write_bytes(b"old run")
     for other in (bench.identity("n1-vm", bench.card.fingerprint), bench.identity("n0-vm", "f" * 64)):
         folder = bench.home.logs_of(other)
-        assert LogForwarder(folder).take() == []
+        assert LogForwarder(folder).next_outputs() == []
         (folder / f"{other.identity.node}.0.log").write_bytes(b"new")
-        assert [output.data for output in LogForwarder(folder).take()] == [b"new"]
+        assert [output.data for output in LogForwarder(folder).next_outputs()] == [b"new"]
     kept = {path.name for path in (bench.home.folder / "logs").iterdir()}
     assert f"n0-vm-{'f' * 8}" in kept
     assert len(kept) == 2  # and the one before it

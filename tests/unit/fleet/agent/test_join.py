@@ -8,7 +8,7 @@ from varuna.cli.agent import invited
 from varuna.core.errors import FleetError, UsageError
 from varuna.fleet.agent import join as module
 from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
-from varuna.fleet.agent.join import serve
+from varuna.fleet.agent.join import serve_as_agent
 from varuna.fleet.net.client import ManagerRemote, ManagerReply, UnreachableError, VoidSecretError
 from varuna.fleet.net.join_string import JOIN_VARIABLE, JoinString
 from varuna.fleet.net.protocol import JoinRequest
@@ -48,7 +48,7 @@ class JoinServer:
 
     def serve(self, token: str) -> int:
         invitation = JoinString(host="h", port=1, fingerprint="ab" * 32, token=token)
-        return serve(lambda: invitation, self.home, self.run, self.told.append, pause_s=0.0)
+        return serve_as_agent(lambda: invitation, self.home, self.run, self.told.append, pause_s=0.0)
 
 
 def _card(path: Path) -> AgentIdentity | None:

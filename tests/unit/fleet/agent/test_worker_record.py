@@ -50,30 +50,30 @@ def assign(generation: int, *, fresh: bool = False) -> Assign:
 
 def record() -> WorkerRecord:
     record = WorkerRecord("n0.0")
-    record.hear(HELLO)
+    record.note_from_worker(HELLO)
     return record
 
 
 def test_the_end_of_a_training_is_said_again_until_the_next_one_has_begun() -> None:
     w = record()
-    w.told(assign(0, fresh=True))
+    w.note_from_manager(assign(0, fresh=True))
     vote, leaving = Voted(vote=make_vote(PLAN, 0, 9)), Leaving(step=10)
-    w.hear(vote)
-    w.hear(leaving)
+    w.note_from_worker(vote)
+    w.note_from_worker(leaving)
     second = HELLO.model_copy(update={"training": 1})
-    w.hear(second)
+    w.note_from_worker(second)
     assert w.snapshot().said == (HELLO, vote, leaving, second)
-    w.told(assign(1, fresh=True))
+    w.note_from_manager(assign(1, fresh=True))
     assert w.snapshot().said == (second,)
 
 
 def test_what_nobody_has_recorded_is_said_again_and_nothing_else() -> None:
     w = record()
-    w.told(assign(0, fresh=True))
+    w.note_from_manager(assign(0, fresh=True))
     votes = [Voted(vote=make_vote(PLAN, 0, step)) for step in range(5)]
     for vote in votes:
-        w.hear(vote)
-    w.told(Recorded(step=2))
+        w.note_from_worker(vote)
+    w.note_from_manager(Recorded(step=2))
     assert w.snapshot().said == (HELLO, *votes[3:])
     assert w.snapshot().generation == 0
 
@@ -86,7 +86,7 @@ def test_a_greeting_after_a_long_absence_fits_into_a_frame() -> None:
     vector = tuple(1.0 / (1 + place) for place in range(layout.size))
     w, tally = record(), layout.tally(vector)
     for step in range(4000):
-        w.hear(Voted(vote=Vote(generation=0, step=step, vector=vector, tally=tally)))
+        w.note_from_worker(Voted(vote=Vote(generation=0, step=step, vector=vector, tally=tally)))
     said = [message.vote for message in w.snapshot().said if isinstance(message, Voted)]
     assert [vote.step for vote in said] == list(range(4000))
     assert [vote.is_whole for vote in said] == [False] * 3999 + [True]
@@ -97,15 +97,15 @@ def test_a_greeting_after_a_long_absence_fits_into_a_frame() -> None:
 
 def test_standing_still_is_remembered_until_there_is_a_new_part() -> None:
     w = record()
-    w.told(assign(0))
+    w.note_from_manager(assign(0))
     suspect, held = Suspect(generation=0, reason="a link broke"), StopReport(generation=0, next_step=1)
-    w.hear(suspect)
+    w.note_from_worker(suspect)
     assert w.snapshot().said == (HELLO, suspect)
-    w.hear(held)
+    w.note_from_worker(held)
     assert w.snapshot().said == (HELLO, held)
-    w.told(assign(1))
+    w.note_from_manager(assign(1))
     assert (w.snapshot().said, w.snapshot().generation) == ((HELLO,), 1)
-    w.hear(Leaving(step=9))
+    w.note_from_worker(Leaving(step=9))
     assert w.snapshot().said[-1] == Leaving(step=9)
 
 
@@ -117,18 +117,18 @@ def test_shards_of_the_newest_checkpoints_are_said_again_until_a_rollback() -> N
     w = record()
     said = [saved(step, section) for step in (10, 20, 30) for section in (0, 1)]
     for shard in said:
-        w.hear(shard)
+        w.note_from_worker(shard)
     assert w.snapshot().said == (HELLO, *said[2:])
-    w.told(assign(1))
+    w.note_from_manager(assign(1))
     assert w.snapshot().said == (HELLO, *said[2:])
-    w.told(assign(2, fresh=True))
+    w.note_from_manager(assign(2, fresh=True))
     assert w.snapshot().said == (HELLO,)
 
 
 def test_a_beat_is_passed_on_once_so_that_silence_looks_like_silence() -> None:
     w = record()
-    w.hear(Beat(generation=0, step=1, activity=""))
-    w.hear(Beat(generation=0, step=2, activity=""))
+    w.note_from_worker(Beat(generation=0, step=1, activity=""))
+    w.note_from_worker(Beat(generation=0, step=2, activity=""))
     beat = w.take_beat()
     assert beat is not None
     assert beat.step == 2
@@ -138,15 +138,17 @@ def test_a_beat_is_passed_on_once_so_that_silence_looks_like_silence() -> None:
 def test_what_steps_took_is_not_lost_between_two_pulses() -> None:
     w = record()
     times = RankTimes(steps=2, step_s=1.0, waited_s=0.0, reduced_s=0.0, actions={})
-    w.hear(Beat(generation=0, step=1, activity="", times=times, forward_s=1.0, backward_s=2.0))
-    w.hear(Beat(generation=0, step=2, activity="", times=times.model_copy(update={"steps": 6, "step_s": 5.0})))
-    w.hear(Beat(generation=0, step=3, activity="newest"))
+    w.note_from_worker(Beat(generation=0, step=1, activity="", times=times, forward_s=1.0, backward_s=2.0))
+    w.note_from_worker(
+        Beat(generation=0, step=2, activity="", times=times.model_copy(update={"steps": 6, "step_s": 5.0}))
+    )
+    w.note_from_worker(Beat(generation=0, step=3, activity="newest"))
     beat = w.take_beat()
     assert beat is not None
     assert beat.times is not None
     assert (beat.activity, beat.forward_s, beat.times.steps, beat.times.step_s) == ("newest", 1.0, 8, 4.0)
-    w.hear(Beat(generation=0, step=3, activity="", times=times))
-    w.hear(Beat(generation=1, step=3, activity=""))  # of another generation: nothing is carried over
+    w.note_from_worker(Beat(generation=0, step=3, activity="", times=times))
+    w.note_from_worker(Beat(generation=1, step=3, activity=""))  # of another generation: nothing is carried over
     assert w.take_beat() == Beat(generation=1, step=3, activity="")
 
 
@@ -158,18 +160,18 @@ def test_logs_arrive_whole_over_windows_restarts_and_repetitions(tmp_path: Path)
     (here / "n0.0.log").write_bytes(content[:300])
     forwarder, keeper = LogForwarder(here, window_bytes=25, chunk_bytes=10), LogKeeper(there)
     forwarder.begin(1, keeper.sizes("n0"))
-    first = forwarder.take()
+    first = forwarder.next_outputs()
     assert sum(len(output.data) for output in first) == 30  # no more than a window, in whole chunks
-    assert forwarder.take() == []
+    assert forwarder.next_outputs() == []
     keeper.write(first[0])
     forwarder.begin(2, keeper.sizes("n0"))  # the manager was away: what was under way counts for nothing
     (here / "n0.0.log").write_bytes(content)
-    while taken := forwarder.take():
+    while taken := forwarder.next_outputs():
         for output in taken:
             keeper.write(Output.model_validate_json(output.model_dump_json()))
             keeper.write(output)  # said twice
         forwarder.confirmed(taken)
-    assert keeper.settle()
+    assert keeper.wait_until_written()
     assert (there / "n0.0.log").read_bytes() == content
 
 
@@ -182,10 +184,10 @@ def test_a_log_that_is_truncated_or_removed_on_either_side_costs_nobody_anything
     forwarder.begin(1, keeper.sizes("n0"))
 
     def forward() -> None:
-        for output in forwarder.take():
+        for output in forwarder.next_outputs():
             keeper.write(output)
             forwarder.confirmed([output])
-        assert keeper.settle()
+        assert keeper.wait_until_written()
 
     log, kept = here / "n0.0.log", there / "n0.0.log"
     log.write_bytes(b"one\n")
@@ -202,7 +204,7 @@ def test_a_log_that_is_truncated_or_removed_on_either_side_costs_nobody_anything
     assert kept.read_bytes() == b"yy\n"
     assert keeper.sizes("n0") == {"n0.0": 13}
     keeper.write(Output(worker="n0.0", offset=900, data=b"late"))
-    assert keeper.settle()
+    assert keeper.wait_until_written()
     assert kept.read_bytes() == b"yy\n\n[varuna: 887 bytes are missing here]\nlate"
     log.unlink()
     forward()
@@ -213,11 +215,11 @@ def test_a_slow_disk_holds_nobody_up_and_what_it_does_not_take_is_named(tmp_path
     keeper = LogKeeper(tmp_path, waiting_bytes=20)
     for offset in range(0, 50, 10):
         keeper.write(Output(worker="n0.0", offset=offset, data=b"012345678\n"))
-    assert not keeper.settle(0.0)
+    assert not keeper.wait_until_written(0.0)
     with (tmp_path / "n0.0.log").open("rb", buffering=0) as slow:
-        assert keeper.settle()
+        assert keeper.wait_until_written()
         keeper.write(Output(worker="n0.0", offset=50, data=b"end"))
-        assert keeper.settle()
+        assert keeper.wait_until_written()
         assert slow.read(1000) == b"012345678\n" * 2 + b"\n[varuna: 30 bytes are missing here]\nend"
 
 
@@ -225,7 +227,7 @@ def test_a_worker_that_writes_without_end_does_not_fill_the_managers_disk(tmp_pa
     keeper = LogKeeper(tmp_path, most_bytes=15)
     for offset in range(0, 100, 10):
         keeper.write(Output(worker="n0.0", offset=offset, data=b"0123456789"))
-    assert keeper.settle()
+    assert keeper.wait_until_written()
     assert (tmp_path / "n0.0.log").stat().st_size == 15
 
 
@@ -236,7 +238,7 @@ def test_all_logs_together_have_a_bound_and_removing_some_makes_room(tmp_path: P
 
     def write(worker: str, offset: int = 0) -> None:
         keeper.write(Output(worker=worker, offset=offset, data=b"0123456789"))
-        assert keeper.settle()
+        assert keeper.wait_until_written()
 
     for worker in ("n0.0", "n0.1", "n1.0"):
         write(worker)
@@ -257,21 +259,21 @@ def test_all_logs_together_have_a_bound_and_removing_some_makes_room(tmp_path: P
 def test_logs_leave_a_share_of_their_disk_to_the_run(tmp_path: Path, total: int, left: int) -> None:
     free = [left + 10]
     room = LogRoom(tmp_path, usage=lambda folder: Usage(total, total - free[0], free[0]))
-    assert room.take(10) == ""
+    assert room.take_room(10) == ""
     free[0] = left + 9
-    assert "is not for logs" in room.take(10)
+    assert "is not for logs" in room.take_room(10)
     keeper = LogKeeper(tmp_path, room=room)
     keeper.write(Output(worker="n0.0", offset=0, data=b"0123456789"))
-    assert keeper.settle()
+    assert keeper.wait_until_written()
     assert not (tmp_path / "n0.0.log").exists()
 
 
 def test_names_that_nobody_runs_out_of_do_not_fill_the_managers_folder(tmp_path: Path) -> None:
     keeper = LogKeeper(tmp_path, most_logs=3)
     for number in range(10):
-        keeper.begin(f"n0.{number}")
+        keeper.begin_log(f"n0.{number}")
         keeper.write(Output(worker=f"n0.{number}", offset=0, data=b"x"))
-    assert keeper.settle()
+    assert keeper.wait_until_written()
     assert sorted(path.name for path in tmp_path.glob("*.log")) == ["n0.0.log", "n0.1.log", "n0.2.log"]
 
 
@@ -292,12 +294,12 @@ def test_a_moment_without_descriptors_costs_a_log_a_moment_and_a_full_disk_a_min
 
     monkeypatch.setattr(os, "open", opener)
     keeper.write(Output(worker="n0.0", offset=0, data=b"lost "))
-    assert keeper.settle()
+    assert keeper.wait_until_written()
     fails.append(False)
     now[0] += pause_s - 0.1
     keeper.write(Output(worker="n0.0", offset=5, data=b"lost too "))
-    assert keeper.settle()
+    assert keeper.wait_until_written()
     now[0] += 0.2
     keeper.write(Output(worker="n0.0", offset=14, data=b"kept"))
-    assert keeper.settle()
+    assert keeper.wait_until_written()
     assert (tmp_path / "n0.0.log").read_bytes() == b"\n[varuna: 14 bytes are missing here]\nkept"

@@ -13,7 +13,7 @@ from varuna.fleet.engines.provider import CancelledThere, CapacityError
 
 def test_wishes_stay_within_the_users_bounds() -> None:
     growth = Growth(config=GrowthConfig(least=2, most=8))
-    assert [growth.want(nodes, 0).wanted for nodes in (0, 5, 100)] == [2, 5, 8]
+    assert [growth.request_nodes(nodes, 0).wanted for nodes in (0, 5, 100)] == [2, 5, 8]
 
 
 def test_bounds_that_cannot_be_are_refused() -> None:
@@ -23,7 +23,7 @@ def test_bounds_that_cannot_be_are_refused() -> None:
 
 
 def test_a_refusal_is_followed_by_longer_and_longer_patience() -> None:
-    growth = Growth(config=GrowthConfig(most=8)).want(4, 0.0)
+    growth = Growth(config=GrowthConfig(most=8)).request_nodes(4, 0.0)
     asked_s: list[float] = []
     now_s = 0.0
     while len(asked_s) < 7:
@@ -37,16 +37,16 @@ def test_a_refusal_is_followed_by_longer_and_longer_patience() -> None:
 
 
 def test_a_group_that_stays_too_small_is_asked_again() -> None:
-    growth = Growth(config=GrowthConfig(most=8)).want(4, 0.0)
+    growth = Growth(config=GrowthConfig(most=8)).request_nodes(4, 0.0)
     assert growth.granted(2, 0.0).next_s == 15
     assert growth.granted(2, 0.0).granted(2, 15.0).next_s == 45
     assert growth.granted(4, 0.0).next_s == 30
 
 
 def test_a_new_wish_is_asked_for_at_once_but_a_cloud_that_refused_is_not_pressed() -> None:
-    growth = Growth(config=GrowthConfig(most=8)).want(4, 0.0)
-    assert growth.granted(4, 0.0).want(5, 1.0).due(1.0)
-    assert not growth.refused(0.0).want(5, 1.0).due(1.0)
+    growth = Growth(config=GrowthConfig(most=8)).request_nodes(4, 0.0)
+    assert growth.granted(4, 0.0).request_nodes(5, 1.0).due(1.0)
+    assert not growth.refused(0.0).request_nodes(5, 1.0).due(1.0)
 
 
 class Cloud:
@@ -92,18 +92,18 @@ def grower(cloud: Cloud) -> tuple[Grower, list[str], list[float]]:
 def test_a_cloud_without_capacity_is_asked_again_and_people_are_told_once() -> None:
     cloud = Cloud(most=2)
     asking, warnings, clock = grower(cloud)
-    asking.ask()
+    asking.ask_if_due()
     assert cloud.asked == 0  # nobody wants any
-    asking.want(4)
+    asking.request_nodes(4)
     for _ in range(100):
         clock[0] += 1.0
-        asking.ask()
+        asking.ask_if_due()
     assert cloud.nodes == 2
     assert cloud.asked == 3  # at 1, 16 and 46 s
     assert warnings == ["requested 4 nodes: no more g4dn here. Trying again."]
     cloud.most = 8
     clock[0] += 300
-    asking.ask()
+    asking.ask_if_due()
     assert asking.growth.refusals == 0
     assert cloud.nodes == 4
     asking.close()
@@ -124,12 +124,12 @@ def test_what_was_requested_is_given_back_by_a_cloud_that_is_busy_for_a_moment()
 def test_an_error_that_nobody_foresaw_is_told_and_tried_again() -> None:
     cloud = Cloud(most=2, error=KeyError("Instances"))
     asking, warnings, clock = grower(cloud)
-    asking.want(2)
-    asking.ask()
+    asking.request_nodes(2)
+    asking.ask_if_due()
     assert warnings == ["requested 2 nodes: internal error: KeyError('Instances') (please report it). Trying again."]
     cloud.error = None
     clock[0] += 16.0
-    asking.ask()
+    asking.ask_if_due()
     assert cloud.nodes == 2
     asking.close()
 
@@ -137,17 +137,17 @@ def test_an_error_that_nobody_foresaw_is_told_and_tried_again() -> None:
 def test_what_never_works_is_not_tried_again_and_a_run_that_has_nobody_ends() -> None:
     cloud = Cloud(most=2, error=FleetError("AWS refused: not authorized"))
     asking, warnings, clock = grower(cloud)
-    asking.want(3)
+    asking.request_nodes(3)
     cloud.nodes = 1
     for _ in range(200):
         clock[0] += 1.0
-        asking.ask()
+        asking.ask_if_due()
     assert cloud.asked == 1
     assert warnings == ["no longer requesting nodes: AWS refused: not authorized"]
     cloud.nodes = 0
     for _ in range(61):
         clock[0] += 1.0
-        asking.ask()
+        asking.ask_if_due()
     assert warnings[1:] == [
         "1: no machine is left, and no more can be requested: AWS refused: not authorized",
     ]
@@ -157,7 +157,7 @@ def test_a_run_that_a_person_cancelled_elsewhere_ends_in_order() -> None:
     cloud = Cloud(most=2, error=CancelledThere("job 7 was cancelled"))
     asking, ends, _ = grower(cloud)
     asking.start()
-    asking.want(3)
+    asking.request_nodes(3)
     wait_for(lambda: ends, 10)
     asking.close()
     assert cloud.asked == 1
@@ -167,15 +167,15 @@ def test_a_run_that_a_person_cancelled_elsewhere_ends_in_order() -> None:
 def test_a_cancelled_run_whose_agents_were_killed_does_not_wait_for_them() -> None:
     cloud = Cloud(most=2, error=CancelledThere("job 7 was cancelled"))
     asking, ends, clock = grower(cloud)
-    asking.want(3)
+    asking.request_nodes(3)
     cloud.nodes = 1
     for _ in range(200):  # its last step may take long, while an agent is there
         clock[0] += 1.0
-        asking.ask()
+        asking.ask_if_due()
     assert ends == ["0: job 7 was cancelled"]
     cloud.nodes = 0
     for _ in range(31):
         clock[0] += 1.0
-        asking.ask()
+        asking.ask_if_due()
     assert ends[1:] == ["1: no machine is left, and no more can be requested: job 7 was cancelled"]
     assert cloud.asked == 1

@@ -64,7 +64,7 @@ def test_a_run_that_goes_as_predicted_changes_nothing() -> None:
 
 
 def test_a_recompute_of_some_sections_tells_of_these_only() -> None:
-    before, some = known(), plan().each(kept=(1, 1))
+    before, some = known(), plan().with_each_pipeline(kept=(1, 1))
     after = refine(before, some, as_predicted(before, some))
     for name, kind in before.first.kinds.items():
         assert after.first.kinds[name].recompute_s == pytest.approx(kind.recompute_s or kind.forward_s)
@@ -243,7 +243,7 @@ def test_transfers_that_took_no_time_by_the_clock_are_survived(round_s: float | 
 
 def test_a_ring_tells_of_links_where_no_message_was_sent() -> None:
     before = known()
-    alone = plan(2).each(bounds=(0, plan(2).sections), stash_limits=(8,), replicas=2)
+    alone = plan(2).with_each_pipeline(bounds=(0, plan(2).sections), stash_limits=(8,), replicas=2)
     told = [each.model_copy(update={"reductions": Carried(5, 10**8, 100.0)}) for each in as_predicted(before, alone)]
     after = refine(before, alone, told, is_whole=False).first.across_vms
     assert after.rings[0].bytes_per_s == pytest.approx(10**8 / 2 / (100.0 / 2 - after.rings[0].latency_s))
@@ -299,7 +299,7 @@ def test_no_run_goes_on_with_a_prediction_that_is_off(factor: float) -> None:
 
 def test_one_rank_alone_has_no_network_to_blame() -> None:
     before = known()
-    one = plan().each(bounds=(0, plan().sections), stash_limits=(8,))
+    one = plan().with_each_pipeline(bounds=(0, plan().sections), stash_limits=(8,))
     told = [each.model_copy(update={"step_s": 2 * each.step_s}) for each in as_predicted(before, one)]
     assert refine(before, one, told).first.across_vms == before.first.across_vms
 
@@ -323,7 +323,7 @@ def test_stages_on_devices_of_several_classes_tell_of_their_own() -> None:
         }
         return known.model_copy(update={"kinds": kinds})
 
-    over_both = plan().each(stage_classes=("A", "B"))
+    over_both = plan().with_each_pipeline(stage_classes=("A", "B"))
     believed = Calibrations(classes={"A": calibration(1.0), "B": calibration(1.0)})
     true = Calibrations(classes={"A": calibration(1.3), "B": calibration(4.0)})
     told = as_predicted(true, over_both)
@@ -342,7 +342,7 @@ def test_plans_are_priced_with_the_line_through_the_machine_that_relays(
 ) -> None:
     """Of three stages, the first reaches the second by a line of half the speed."""
     before = known()
-    three = plan().each(bounds=(0, 2, 4, 6), stash_limits=(8, 8, 8))
+    three = plan().with_each_pipeline(bounds=(0, 2, 4, 6), stash_limits=(8, 8, 8))
     slow, fast, last = as_predicted(before, three)
     told = [
         slow.model_copy(update={"messages": Carried(5, 10**7, 0.1), "round_s": 1e-9}),

@@ -36,7 +36,7 @@ def test_generations_that_break_one_after_another_are_tried_again_after_growing_
     assert said(driver, "the 4th in a row, though nobody died (")
     assert said(driver, "again in 30 s, or as soon as another joins; without a step the run ends in 29m")
     driver.voted(2)
-    assert (driver.end, driver.fleet.generations.futile, driver.told(WorkerLost)[1:]) == (None, 0, [])
+    assert (driver.end, driver.fleet.generations.failed, driver.told(WorkerLost)[1:]) == (None, 0, [])
 
 
 def test_without_any_step_for_long_the_run_ends_and_says_why() -> None:
@@ -61,10 +61,10 @@ def test_who_joins_meanwhile_is_tried_at_once_and_who_is_dropped_does_not_prolon
     driver.feed(WorkerSpawned("w4", "e"))
     driver.hello("w4")
     assert isinstance(driver.fleet.phase, Running)
-    since_s = driver.fleet.generations.futile_since_s
+    since_s = driver.fleet.generations.failing_since_s
     driver.breaks({"w0": 2, "w1": 2, "w2": 2, "w4": None})
     assert [event.worker for event in driver.told(WorkerLost)] == ["w3", "w4"]
-    assert driver.fleet.generations.futile_since_s == since_s
+    assert driver.fleet.generations.failing_since_s == since_s
 
 
 def test_whoever_asks_for_the_end_meanwhile_gets_it() -> None:

@@ -6,7 +6,7 @@ from tests.unit.fleet.support import candidates, make_job, make_plan, two_stages
 from varuna.core.devices import equal_workers
 from varuna.core.messages import Transfer
 from varuna.core.plan import Copies
-from varuna.fleet.machine.keepers import keepers
+from varuna.fleet.machine.copy_holders import copy_holders
 from varuna.fleet.machine.placement import seat, transfers, uncovered
 
 JOB = make_job(sections=4)
@@ -148,20 +148,20 @@ def test_a_worker_sits_where_its_share_of_the_state_is_wanted() -> None:
 
 def test_a_copy_of_state_is_kept_on_another_machine_where_there_is_one() -> None:
     plan = make_plan(JOB, 4, None).model_copy(update={"copies": Copies.STATE})
-    assert keepers(plan, list("aaaa")) == (2, 3, 0, 1)
-    assert keepers(plan, list("abcd")) == (2, 3, 0, 1)
-    assert keepers(plan, list("abab")) == (1, 2, 3, 0), "who would be a pair share a machine"
-    assert keepers(plan, list("aabb")) == (2, 3, 0, 1), "neighbours share a machine"
-    assert keepers(plan, list("aaab")) == (3, 0, 1, 2), "one machine has most of them"
-    assert keepers(make_plan(JOB, 4, None), list("abcd")) == ()
-    assert keepers(make_plan(JOB, 1, None).model_copy(update={"copies": Copies.STATE}), ["a"]) == ()
+    assert copy_holders(plan, list("aaaa")) == (2, 3, 0, 1)
+    assert copy_holders(plan, list("abcd")) == (2, 3, 0, 1)
+    assert copy_holders(plan, list("abab")) == (1, 2, 3, 0), "who would be a pair share a machine"
+    assert copy_holders(plan, list("aabb")) == (2, 3, 0, 1), "neighbours share a machine"
+    assert copy_holders(plan, list("aaab")) == (3, 0, 1, 2), "one machine has most of them"
+    assert copy_holders(make_plan(JOB, 4, None), list("abcd")) == ()
+    assert copy_holders(make_plan(JOB, 1, None).model_copy(update={"copies": Copies.STATE}), ["a"]) == ()
 
 
 def test_few_pairs_of_workers_take_a_state_along() -> None:
     """In a ring of n there are n pairs of an owner and its keeper."""
     for workers in range(2, 12):
         plan = make_plan(make_job(sections=workers), workers, None).model_copy(update={"copies": Copies.STATE})
-        found = keepers(plan, [f"n{rank}" for rank in range(workers)])
+        found = copy_holders(plan, [f"n{rank}" for rank in range(workers)])
         assert sorted(keeper for keeper in found if keeper is not None) == list(range(workers))
         assert all(keeper != rank for rank, keeper in enumerate(found))
         fatal = {frozenset((rank, keeper)) for rank, keeper in enumerate(found)}
@@ -170,11 +170,13 @@ def test_few_pairs_of_workers_take_a_state_along() -> None:
 
 def test_copies_of_sums_are_kept_by_who_runs_the_same_sections_on_another_machine() -> None:
     plan = make_plan(JOB, 6, None, stages=2).model_copy(update={"copies": Copies.SUMS})
-    assert keepers(plan, list("abcdef")) == (2, 3, 4, 5, 0, 1)
-    assert keepers(plan, list("aaaaaa")) == (2, 3, 4, 5, 0, 1), "one machine is all that there is"
-    assert keepers(plan, list("aabbcc")) == (2, 3, 4, 5, 0, 1)
-    assert keepers(plan, list("aabbab")) == (2, 3, 0, 1, 5, 4), "not all replicas are on others"
-    assert keepers(plan, list("aaaaab")) == (5, None, None, None, None, 4), "a machine takes all its workers with it"
+    assert copy_holders(plan, list("abcdef")) == (2, 3, 4, 5, 0, 1)
+    assert copy_holders(plan, list("aaaaaa")) == (2, 3, 4, 5, 0, 1), "one machine is all that there is"
+    assert copy_holders(plan, list("aabbcc")) == (2, 3, 4, 5, 0, 1)
+    assert copy_holders(plan, list("aabbab")) == (2, 3, 0, 1, 5, 4), "not all replicas are on others"
+    assert copy_holders(plan, list("aaaaab")) == (5, None, None, None, None, 4), (
+        "a machine takes all its workers with it"
+    )
 
 
 def test_nobody_keeps_sums_on_the_owners_machine_or_of_two_owners() -> None:
@@ -184,7 +186,7 @@ def test_nobody_keeps_sums_on_the_owners_machine_or_of_two_owners() -> None:
         made = choices.choice([two_stages, unlike_pipelines])(JOB, equal_workers(workers), None)
         plan = made.model_copy(update={"copies": Copies.SUMS})
         nodes = [choices.choice("abcd"[: choices.randint(1, 4)]) for _ in range(plan.workers)]
-        found = keepers(plan, nodes)
+        found = copy_holders(plan, nodes)
         if plan.workers == 1:
             continue
         named = [keeper for keeper in found if keeper is not None]

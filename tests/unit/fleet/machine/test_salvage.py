@@ -10,7 +10,7 @@ from varuna.core.devices import WorkerGroups, size_of
 from varuna.core.messages import Beat, StopReport, Voted, WorkerPhase
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.core.sums import HeldSums, MicroBatchLoss, SectionSum, Spans
+from varuna.core.sums import HeldSums, IndexSet, MicroBatchLoss, SectionSum
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.outputs import Publish, Send
 from varuna.fleet.state.run_events import GenerationStarted, Notice
@@ -27,7 +27,7 @@ def driver() -> Driver:
     return driver
 
 
-def sums(sections: Mapping[int, Spans], losses: range = range(0), micro_batch: int = 2) -> HeldSums:
+def sums(sections: Mapping[int, IndexSet], losses: range = range(0), micro_batch: int = 2) -> HeldSums:
     return HeldSums(
         micro_batch=micro_batch,
         sections=tuple(SectionSum(section=section, micro_batches=spans) for section, spans in sections.items()),
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_void(driver: Driver, case: str) -> None:
     driver.kill("w1")
     answer(driver, "w0", None)
     answer(driver, "w2", sums({0: ((4, 6),), 1: ((4, 6),)}, micro_batch=m))
-    stage: dict[int, Spans] = {} if case == "one stage lacks all" else {2: ((4, 6),), 3: ((4, 6),)}
+    stage: dict[int, IndexSet] = {} if case == "one stage lacks all" else {2: ((4, 6),), 3: ((4, 6),)}
     answer(driver, "w3", sums(stage, range(0) if case == "no losses" else range(4, 6), micro_batch=m))
     assert driver.fleet.generation == 1
     assert driver.fleet.record.kept_micro_batches == 0
@@ -108,7 +108,7 @@ def test_sums_of_a_timeline_that_was_given_up_are_void() -> None:
     driver.gather()
     driver.kill("w1")
     for name, sections in (("w0", (0, 1)), ("w2", (0, 1)), ("w3", (2, 3))):
-        spans: Spans = ((4, 6),)
+        spans: IndexSet = ((4, 6),)
         held = sums(dict.fromkeys(sections, spans), range(MICRO_BATCHES))
         driver.say(name, StopReport(generation=0, next_step=0, sections=sections, sums=held))
     assert driver.fleet.generation == 1

@@ -11,7 +11,7 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import SpawnRequested
-from varuna.fleet.state.morph_gain import MorphEstimate, MorphHistory, weigh
+from varuna.fleet.state.morph_gain import MorphEstimate, MorphHistory, estimate_morph
 from varuna.fleet.state.run_events import Notice
 
 
@@ -161,10 +161,10 @@ def test_a_run_learns_how_often_things_change_and_what_a_morph_costs() -> None:
 def test_a_second_holder_of_each_section_is_worth_what_a_rollback_would_cost() -> None:
     job = make_job()
     alone, double = make_plan(job, 2, None, stages=2), make_plan(job, 4, None, stages=2)
-    weighing = weigh(alone, double, computing_s=1, stall_s=10, exposed_s=60)
+    weighing = estimate_morph(alone, double, computing_s=1, stall_s=10, exposed_s=60)
     assert weighing.pays
     assert "a second holder of each section 30.0 s" in str(weighing)
-    assert not weigh(double, make_plan(job, 6, None, stages=2), computing_s=1, stall_s=10, exposed_s=60).pays
+    assert not estimate_morph(double, make_plan(job, 6, None, stages=2), computing_s=1, stall_s=10, exposed_s=60).pays
 
 
 def test_what_is_weighed_is_told_as_it_is() -> None:
@@ -199,7 +199,9 @@ def test_a_spare_that_stays_one_is_not_told_to_have_joined_again() -> None:
 
 def test_a_slower_plan_never_pays() -> None:
     job = make_job()
-    weighing = weigh(make_plan(job, 4, None), make_plan(job, 2, None), computing_s=100, stall_s=0, exposed_s=100)
+    weighing = estimate_morph(
+        make_plan(job, 4, None), make_plan(job, 2, None), computing_s=100, stall_s=0, exposed_s=100
+    )
     assert not weighing.pays
     assert "would not be faster" in str(weighing)
 

@@ -11,7 +11,7 @@ from varuna.core.devices import WorkerGroup, WorkerGroups, class_in, class_names
 from varuna.core.model import JobFacts
 from varuna.core.node_notices import ZoneNotice
 from varuna.core.plan import Copies, Plan
-from varuna.fleet.machine.keepers import keepers
+from varuna.fleet.machine.copy_holders import copy_holders
 from varuna.fleet.machine.placement import seat, transfers
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import MorphRequested, NoticeReceived, WorkerSpawned
@@ -60,9 +60,9 @@ def test_who_holds_state_goes_beside_its_zone_where_replicas_are_alike() -> None
 
 def test_copies_stay_in_a_region_that_has_several_machines() -> None:
     plan = make_plan(JOB, 6, None, stages=2).model_copy(update={"copies": Copies.SUMS})
-    assert keepers(plan, list("abcdef"), list("xxxxyy")) == (2, 3, 0, 1, 5, 4)
-    assert keepers(plan, list("abcdef"), list("xxxxxx")) == (2, 3, 4, 5, 0, 1)
-    assert keepers(plan, list("abcdee"), list("xxxxyy")) == (2, 3, 4, 5, 0, 1), "one machine alone has nobody near"
+    assert copy_holders(plan, list("abcdef"), list("xxxxyy")) == (2, 3, 0, 1, 5, 4)
+    assert copy_holders(plan, list("abcdef"), list("xxxxxx")) == (2, 3, 4, 5, 0, 1)
+    assert copy_holders(plan, list("abcdee"), list("xxxxyy")) == (2, 3, 4, 5, 0, 1), "one machine alone has nobody near"
 
 
 def test_state_comes_from_the_own_region_if_it_is_there() -> None:

@@ -232,7 +232,7 @@ def test_what_an_agent_says_reaches_the_manager_in_order_and_once(gate: Gate) ->
     assert heard == MessageReceived(worker, hello)
     assert isinstance(notice, NoticeReceived)
     assert exited == WorkerExited(worker, 3, "")
-    assert gate.logs.settle()
+    assert gate.logs.wait_until_written()
     assert (gate.folder / f"{worker}.log").read_bytes() == b"\xff\x00text\n"
 
 
@@ -519,11 +519,11 @@ def test_a_full_disk_costs_an_agents_logs_and_not_the_agent(tmp_path: Path, capf
     keeper = LogKeeper(folder, clock=lambda: now[0])
     for offset in (0, 3):
         keeper.write(Output(worker="n0.0", offset=offset, data=b"abc"))
-    assert keeper.settle()
+    assert keeper.wait_until_written()
     assert capfd.readouterr().err.count("n0.0.log is missing output: No space left on device") == 1
     now[0] = 61.0  # there may be room now
     keeper.write(Output(worker="n0.1", offset=0, data=b"abc"))
-    assert keeper.settle()
+    assert keeper.wait_until_written()
     assert (folder / "n0.1.log").read_bytes() == b"abc"
 
 

@@ -29,13 +29,13 @@ class Watched:
 
     def __init__(self, saving_s: float | None = 60.0) -> None:
         self.chronicle, self.now_s = Chronicle(), 0.0
-        self.chronicle.take(Budgeted(max_hours=2.0), 0.0)
+        self.chronicle.add_event(Budgeted(max_hours=2.0), 0.0)
         self.keeper = BudgetKeeper(self.chronicle, saving_s, time_s=lambda: self.now_s)
         self.fleet = replace(Fleet.empty(FleetConfig(workers=1), 0.0), script=Script(job=WELL))
 
     def look(self, now_s: float) -> list[Posted]:
         self.now_s = now_s
-        return self.keeper.look(self.fleet, now_s)
+        return self.keeper.wanted_now(self.fleet, now_s)
 
 
 def test_a_run_is_told_to_end_once_before_its_budget_does() -> None:
@@ -74,14 +74,16 @@ def test_saving_takes_from_the_end_of_a_step_until_its_checkpoint_is_complete_an
     assert keeper.account().saving_s is None
     for steps, recorded_s, complete_s in ((1, 10.0, 15.0), (2, 20.0, 29.0), (3, 30.0, 31.0)):
         step = StepRecorded(step=steps - 1, generation=0, loss=1.0, examples_per_s=1.0, plan=two_stages(WELL, 2, None))
-        keeper.take(step, recorded_s)
-        keeper.take(CheckpointCommitted(step=steps), complete_s)
+        keeper.add_event(step, recorded_s)
+        keeper.add_event(CheckpointCommitted(step=steps), complete_s)
     assert keeper.account().saving_s == 9.0
 
 
 def test_a_run_without_a_budget_is_left_alone() -> None:
     keeper = BudgetKeeper(Chronicle())
-    assert keeper.look(replace(Fleet.empty(FleetConfig(workers=1), 0.0), script=Script(job=make_job())), 1e9) == []
+    assert (
+        keeper.wanted_now(replace(Fleet.empty(FleetConfig(workers=1), 0.0), script=Script(job=make_job())), 1e9) == []
+    )
 
 
 @pytest.fixture
@@ -93,13 +95,13 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 def test_the_next_start_finds_what_this_one_has_used_up_also_after_a_kill(journal: Journal) -> None:
     assert journal.account() == Account()
-    journal.begin("a")
+    journal.begin_run("a")
     run = Watched(saving_s=7.0)
     run.now_s = HOUR_S
     journal.keep_account(run.keeper.account())  # and nothing more is written
     found = journal.account()
     assert (found.wall_s, found.saving_s) == (HOUR_S, 7.0)
-    journal.begin("b", found)
+    journal.begin_run("b", found)
     assert journal.account() == found
-    journal.begin("c")
+    journal.begin_run("c")
     assert journal.account() == Account()

@@ -68,9 +68,9 @@ def beat(told: RankTimes | None, generation: int = 0) -> Beat:
 def test_once_every_rank_has_told_enough_the_run_refines_what_it_plans_from(tmp_path: Path) -> None:
     plans: list[Calibrations | None] = []
     heard = calibrator(tmp_path, plans)
-    assert heard.hear(fleet(), "w0", beat(times()), 0.0) == [], "rank 1 has not told"
-    assert heard.hear(fleet(), "w1", beat(times(2)), 0.0) == [], "too few steps"
-    [told] = heard.hear(fleet(), "w1", beat(times(3)), 0.0)
+    assert heard.learn_from_beat(fleet(), "w0", beat(times()), 0.0) == [], "rank 1 has not told"
+    assert heard.learn_from_beat(fleet(), "w1", beat(times(2)), 0.0) == [], "too few steps"
+    [told] = heard.learn_from_beat(fleet(), "w1", beat(times(3)), 0.0)
     assert isinstance(told, GenerationTimed)
     assert told.is_nominal, "nothing was measured when it was predicted"
     assert [stage.steps for stage in told.stages] == [5, 5]
@@ -78,8 +78,12 @@ def test_once_every_rank_has_told_enough_the_run_refines_what_it_plans_from(tmp_
     heard.plan(JOB, TWO, 2)
     assert plans[-1] == heard.calibrations
     assert read_calibration(tmp_path / RUN_FILE) == heard.calibrations
-    assert heard.hear(fleet(), "w1", beat(times(1)), 0.0) == [], "the next look comes when there is twice as much"
-    told, *_ = heard.hear(fleet(), "w1", beat(times(10)), 0.0) or heard.hear(fleet(), "w0", beat(times(10)), 0.0)
+    assert heard.learn_from_beat(fleet(), "w1", beat(times(1)), 0.0) == [], (
+        "the next look comes when there is twice as much"
+    )
+    told, *_ = heard.learn_from_beat(fleet(), "w1", beat(times(10)), 0.0) or heard.learn_from_beat(
+        fleet(), "w0", beat(times(10)), 0.0
+    )
     assert isinstance(told, GenerationTimed)
     assert not told.is_nominal
 
@@ -87,14 +91,14 @@ def test_once_every_rank_has_told_enough_the_run_refines_what_it_plans_from(tmp_
 def test_what_is_no_news_is_passed_over(tmp_path: Path) -> None:
     heard = calibrator(tmp_path)
     for worker, message in (("w0", beat(None)), ("w0", beat(times(), generation=7)), ("w9", beat(times()))):
-        assert heard.hear(fleet(), worker, message, 0.0) == []
+        assert heard.learn_from_beat(fleet(), worker, message, 0.0) == []
     assert heard.calibrations is None
 
 
 def test_a_later_run_of_the_job_plans_from_what_the_first_has_seen(tmp_path: Path) -> None:
     first = calibrator(tmp_path)
     for worker in ("w0", "w1"):
-        first.hear(fleet(), worker, beat(times()), 0.0)
+        first.learn_from_beat(fleet(), worker, beat(times()), 0.0)
     plans: list[Calibrations | None] = []
     calibrator(tmp_path, plans)
     assert plans == [first.calibrations]
@@ -126,9 +130,9 @@ def test_what_a_worker_measured_counts_where_nothing_better_is_known(tmp_path: P
             given=given,
         )
         for offer in offers:
-            heard.take(offer)
+            heard.add_offered(offer)
         heard.plan(job, TWO, None)
-        heard.take(nominal().model_dump_json())
+        heard.add_offered(nominal().model_dump_json())
         heard.plan(job, TWO, 2)
         assert plans[-1] == plans[-2], "later offers change nothing"
         return plans[-1]
@@ -174,9 +178,9 @@ def test_the_sizes_that_were_tried_are_told_once(tmp_path: Path) -> None:
     remember(nominal(kinds=kinds, action_s=0.0), cache_file(job))
     heard = Calibrator(lambda *_: PLAN, run_dir=tmp_path, cache=cache_file)
     heard.plan(job, TWO, None)
-    told = [event for event in heard.begin(job, fleet().record) if isinstance(event, Notice)]
+    told = [event for event in heard.begin_generation(job, fleet().record) if isinstance(event, Notice)]
     assert [event.text for event in told] == ["micro-batches of 2: 0 examples/s on one worker; 1: 0"]
-    assert not [event for event in heard.begin(job, fleet().record) if isinstance(event, Notice)]
+    assert not [event for event in heard.begin_generation(job, fleet().record) if isinstance(event, Notice)]
 
 
 def test_a_gap_is_reported_once(tmp_path: Path) -> None:
@@ -185,7 +189,7 @@ def test_a_gap_is_reported_once(tmp_path: Path) -> None:
     notices: list[str] = []
     for steps in (5, 10, 40):
         for worker in ("w0", "w1"):
-            told = heard.hear(fleet(), worker, beat(times(steps, seconds=steps * 2.0)), 0.0)
+            told = heard.learn_from_beat(fleet(), worker, beat(times(steps, seconds=steps * 2.0)), 0.0)
             notices += [event.text for event in told if isinstance(event, Notice)]
     assert len(notices) == 1
     assert "were predicted" in notices[0]
@@ -194,18 +198,18 @@ def test_a_gap_is_reported_once(tmp_path: Path) -> None:
 def test_a_plan_that_measured_times_favour_is_asked_for_if_it_pays(tmp_path: Path) -> None:
     better = make_plan(JOB, 2, 1).model_copy(update={"step_s": 1e-3})
     heard = calibrator(tmp_path, best=better)
-    heard.hear(fleet(), "w0", beat(times()), 0.0)
-    told = heard.hear(replace(fleet(), recorded=RecordedSteps(step=99_999)), "w1", beat(times()), 0.0)
+    heard.learn_from_beat(fleet(), "w0", beat(times()), 0.0)
+    told = heard.learn_from_beat(replace(fleet(), recorded=RecordedSteps(step=99_999)), "w1", beat(times()), 0.0)
     assert not any(isinstance(each, MorphRequested) for each in told), "the last step is done"
     again = calibrator(tmp_path, best=better)
-    again.hear(fleet(), "w0", beat(times()), 0.0)
-    told = again.hear(fleet(), "w1", beat(times()), 0.0)
+    again.learn_from_beat(fleet(), "w0", beat(times()), 0.0)
+    told = again.learn_from_beat(fleet(), "w1", beat(times()), 0.0)
     assert MorphRequested("measured times favour another plan") in told
     notices = [event.text for event in told if isinstance(event, Notice)]
     assert notices[-1].startswith(f"measured times favour {PLAN.shape} (m = 1) over {PLAN.shape} (m = 2): ")
 
 
-REPLICATED = make_plan(JOB, 1, 2).each(replicas=2, stash_limits=(4,))
+REPLICATED = make_plan(JOB, 1, 2).with_each_pipeline(replicas=2, stash_limits=(4,))
 ALONE = make_plan(JOB, 1, 2)
 
 
@@ -223,7 +227,11 @@ def test_a_plan_without_second_holders_must_have_been_better_for_a_while(tmp_pat
     heard = calibrator(tmp_path, best=ALONE.model_copy(update={"step_s": 1e-3}))
     steps, found = 5, {}
     for now_s in (0.0, 60.0, 300.0, LASTS_S - 1, LASTS_S + 1):
-        told = [each for worker in ("w0", "w1") for each in heard.hear(replicated(), worker, beat(times(steps)), now_s)]
+        told = [
+            each
+            for worker in ("w0", "w1")
+            for each in heard.learn_from_beat(replicated(), worker, beat(times(steps)), now_s)
+        ]
         steps, found[now_s] = 2 * steps, asked(told)
     assert list(found.values()) == [[], [], [], [], ["measured times favour another plan"]]
 
@@ -236,7 +244,7 @@ def test_a_plan_that_is_not_better_in_between_begins_to_count_anew(tmp_path: Pat
     for now_s, plan in ((0.0, better), (300.0, REPLICATED), (LASTS_S + 1, better), (LASTS_S + 300, better)):
         best.append(plan)
         for worker in ("w0", "w1"):
-            assert not asked(heard.hear(replicated(), worker, beat(times(steps)), now_s))
+            assert not asked(heard.learn_from_beat(replicated(), worker, beat(times(steps)), now_s))
         steps *= 2
 
 
@@ -245,7 +253,7 @@ def test_a_network_that_was_slow_is_tried_again_ever_more_rarely(tmp_path: Path,
     """Nothing crosses it in the plan that runs, so nothing measures that it is well again."""
 
     def on(plan: Plan) -> Plan:
-        return plan.each(device_class=device_class) if device_class else plan
+        return plan.with_each_pipeline(device_class=device_class) if device_class else plan
 
     def best(job: JobFacts, workers: WorkerGroups, micro_batch: int | None, known: Calibrations | None) -> Plan:
         is_well = known is not None and known.first.across_vms.link.bytes_per_s > 1e6
@@ -254,7 +262,7 @@ def test_a_network_that_was_slow_is_tried_again_ever_more_rarely(tmp_path: Path,
     heard = Calibrator(best, run_dir=tmp_path, cache=None)
     heard.plan(JOB, TWO, 2)
     for worker in ("w0", "w1"):
-        heard.hear(replicated(on(REPLICATED)), worker, beat(times()), 0.0)
+        heard.learn_from_beat(replicated(on(REPLICATED)), worker, beat(times()), 0.0)
     assert heard.calibrations is not None
     costs = heard.calibrations.first.across_vms
     slow = costs.model_copy(update={"link": costs.link.model_copy(update={"bytes_per_s": 1e5})})
@@ -268,7 +276,7 @@ def test_a_network_that_was_slow_is_tried_again_ever_more_rarely(tmp_path: Path,
         )
         alone = with_history(fleet(), (*replicated(on(REPLICATED)).history, *[record] * generation))
         for more_s in range(0, 5000, 100):
-            told = heard.hear(alone, "w0", beat(times(1), generation), began_s + more_s)
+            told = heard.learn_from_beat(alone, "w0", beat(times(1), generation), began_s + more_s)
             if asked(told) == ["a network that was slow is tried again"]:
                 tried_s.append(more_s)
                 break
@@ -280,19 +288,19 @@ def test_a_network_that_was_slow_is_tried_again_ever_more_rarely(tmp_path: Path,
 
 
 def test_a_newer_prediction_of_the_same_work_asks_for_no_morph(tmp_path: Path) -> None:
-    heard = calibrator(tmp_path, best=PLAN.each(memory_bytes=(1, 1)).model_copy(update={"step_s": 1e-3}))
+    heard = calibrator(tmp_path, best=PLAN.with_each_pipeline(memory_bytes=(1, 1)).model_copy(update={"step_s": 1e-3}))
     for worker in ("w0", "w1"):
-        told = heard.hear(fleet(), worker, beat(times()), 0.0)
+        told = heard.learn_from_beat(fleet(), worker, beat(times()), 0.0)
     assert not any(isinstance(each, MorphRequested) for each in told)
 
 
 def test_a_short_run_leaves_what_it_has(tmp_path: Path) -> None:
     heard = calibrator(tmp_path)
-    heard.finish(PLAN)
+    heard.finish_run(PLAN)
     assert not (tmp_path / RUN_FILE).exists()
     for worker in ("w0", "w1"):
-        heard.hear(fleet(), worker, beat(times(2)), 0.0)
-    heard.finish(PLAN)
+        heard.learn_from_beat(fleet(), worker, beat(times(2)), 0.0)
+    heard.finish_run(PLAN)
     assert read_calibration(tmp_path / RUN_FILE).first.notes[-1].startswith("refined by a run")
     assert heard.predicted_s(PLAN) == PLAN.step_s, "too little to plan from"
 
@@ -301,7 +309,7 @@ def test_compute_is_compared_with_the_calibration_once_there_is_one(tmp_path: Pa
     heard = calibrator(tmp_path)
     assert heard.compute_s(PLAN) is None
     for worker in ("w0", "w1"):
-        heard.hear(fleet(), worker, beat(times()), 0.0)
+        heard.learn_from_beat(fleet(), worker, beat(times()), 0.0)
     found = heard.compute_s(PLAN)
     assert found is not None
     assert found[1] == pytest.approx(2.5 + 5.0, rel=0.01), "F and B; the last stage recomputes nothing"
@@ -320,7 +328,7 @@ def test_a_better_plan_is_looked_for_in_the_memory_of_the_workers_devices(tmp_pa
     heard = Calibrator(plan, run_dir=tmp_path, cache=None)
     heard.plan(JOB, TWO, 2)
     for name in ("w0", "w1"):
-        heard.hear(known, name, beat(times()), 0.0)
+        heard.learn_from_beat(known, name, beat(times()), 0.0)
     assert asked == [None, worker_bytes([gpu, gpu])]
 
 
@@ -330,9 +338,9 @@ def test_what_a_spare_tells_keeps_nobody_from_learning(tmp_path: Path) -> None:
     spare = Worker(name="w2", replacement=False, standing=WorkerStatus.JOINED)
     made = replace(with_history(made, (record,)), workers=Workers((*made.workers.values(), spare)))
     assert made.rank_of("w2") == 2
-    assert heard.hear(made, "w2", beat(times()), 0.0) == []
-    assert heard.hear(made, "w0", beat(times()), 0.0) == []
-    [told] = heard.hear(made, "w1", beat(times()), 0.0)
+    assert heard.learn_from_beat(made, "w2", beat(times()), 0.0) == []
+    assert heard.learn_from_beat(made, "w0", beat(times()), 0.0) == []
+    [told] = heard.learn_from_beat(made, "w1", beat(times()), 0.0)
     assert isinstance(told, GenerationTimed)
 
 
@@ -347,7 +355,7 @@ def test_each_class_of_devices_is_calibrated_by_its_own_pipelines(tmp_path: Path
 
     heard = Calibrator(make, run_dir=tmp_path, cache=cache_file)
     for name in ("b", "c"):
-        heard.take(nominal(name=name, created="today").model_dump_json())
+        heard.add_offered(nominal(name=name, created="today").model_dump_json())
     heard.plan(JOB, workers, 2)
     assert plans[-1] is not None
     assert plans[-1].names == ("b",), "class a was not measured, and no worker is of class c"
@@ -355,7 +363,9 @@ def test_each_class_of_devices_is_calibrated_by_its_own_pipelines(tmp_path: Path
     record = both.record.model_copy(update={"plan": plan})
     known = [replace(each, device_class=name) for each, name in zip(both.workers.values(), "ab", strict=True)]
     both = replace(with_history(both, (record,)), workers=Workers(known))
-    told = [each for w, s in (("w0", 5.0), ("w1", 20.0)) for each in heard.hear(both, w, beat(times(9, s)), 0.0)]
+    told = [
+        each for w, s in (("w0", 5.0), ("w1", 20.0)) for each in heard.learn_from_beat(both, w, beat(times(9, s)), 0.0)
+    ]
     assert any(isinstance(each, GenerationTimed) for each in told)
     heard.plan(JOB, workers, 2)
     learned = plans[-1]
@@ -379,7 +389,7 @@ def test_what_sums_take_from_region_to_region_is_learnt_apart(tmp_path: Path) ->
     plan = by_class(JOB, workers, 2).model_copy(update={"step_s": 1e6})
     heard = Calibrator(lambda *_: plan, run_dir=tmp_path, cache=None)
     offered = nominal(name="a")
-    heard.take(offered.model_dump_json())
+    heard.add_offered(offered.model_dump_json())
     heard.plan(JOB, workers, 2)
     assert heard.calibrations is not None
     assert heard.calibrations.names == ("a",)
@@ -393,7 +403,7 @@ def test_what_sums_take_from_region_to_region_is_learnt_apart(tmp_path: Path) ->
     )
     slow = times(9, 5.0).model_copy(update={"reductions": Carried(9, 1e6, 4.0), "round_s": 0.5})
     for worker in ("w0", "w1"):
-        heard.hear(both, worker, beat(slow), 0.0)
+        heard.learn_from_beat(both, worker, beat(slow), 0.0)
     learned = heard.calibrations
     assert {east, west} <= set(learned.classes)
     assert learned.across_regions is not None
@@ -425,7 +435,7 @@ def test_a_pipeline_is_priced_with_its_own_line_that_is_relayed(
         seconds = {2: 0.1, 3: 0.05}.get(rank)
         sent = {} if seconds is None else {"messages": Carried(9, 10**7, seconds), "round_s": 1e-9}
         through = {"relayed": (relayed,)} if rank == 2 else {}
-        heard.hear(five, name, beat(times(9).model_copy(update=sent | through)), 0.0)
+        heard.learn_from_beat(five, name, beat(times(9).model_copy(update=sent | through)), 0.0)
     assert heard.calibrations is not None
     assert heard.calibrations.of("b").across_vms.link.bytes_per_s == pytest.approx(bytes_per_s, rel=0.15)
 
@@ -441,7 +451,7 @@ def test_operation_counts_may_be_off_by_any_factor(tmp_path: Path) -> None:
     known = [replace(each, device_class=name) for each, name in zip(both.workers.values(), "ab", strict=True)]
     both = replace(with_history(both, (record,)), workers=Workers(known))
     for worker, seconds in (("w0", 5e4), ("w1", 2e5)):
-        heard.hear(both, worker, beat(times(9, seconds)), 0.0)
+        heard.learn_from_beat(both, worker, beat(times(9, seconds)), 0.0)
     assert heard.calibrations is not None
     assert heard.calibrations.of("b").compute_s(1) == pytest.approx(
         4 * heard.calibrations.of("a").compute_s(1), rel=0.1
@@ -459,7 +469,7 @@ def test_a_calibration_of_the_user_is_for_all_classes_that_it_does_not_name(tmp_
 
     def first(given: Calibrations) -> Calibrations | None:
         heard = Calibrator(make, run_dir=tmp_path, cache=None, given=given)
-        heard.take(nominal(name="b", created="measured").model_dump_json())
+        heard.add_offered(nominal(name="b", created="measured").model_dump_json())
         heard.plan(JOB, workers, 2)
         return plans[-1]
 
@@ -473,15 +483,17 @@ def test_a_calibration_of_the_user_is_for_all_classes_that_it_does_not_name(tmp_
 def test_figures_for_any_class_make_room_for_what_was_measured(tmp_path: Path) -> None:
     given = nominal(created="by hand")
     workers = (WorkerGroup.of_class("a", 2),)
-    heard = Calibrator(lambda *_: PLAN.each(device_class="a"), run_dir=tmp_path, cache=cache_file, given=given)
+    heard = Calibrator(
+        lambda *_: PLAN.with_each_pipeline(device_class="a"), run_dir=tmp_path, cache=cache_file, given=given
+    )
     heard.plan(JOB, workers, 2)
     one = fleet()
-    record = one.record.model_copy(update={"plan": PLAN.each(device_class="a")})
+    record = one.record.model_copy(update={"plan": PLAN.with_each_pipeline(device_class="a")})
     one = replace(
         with_history(one, (record,)), workers=Workers(replace(w, device_class="a") for w in one.workers.values())
     )
     for worker in ("w0", "w1"):
-        heard.hear(one, worker, beat(times()), 0.0)
+        heard.learn_from_beat(one, worker, beat(times()), 0.0)
     assert heard.calibrations is not None
     assert heard.calibrations.names == ("a",), "so that `varuna plan --run` asks for one number of GPUs"
 
@@ -495,6 +507,6 @@ def test_a_file_that_names_no_class_is_for_the_workers_that_offer_it(tmp_path: P
         return PLAN
 
     heard = Calibrator(make, run_dir=tmp_path, cache=None)
-    heard.take(offered.model_dump_json())
+    heard.add_offered(offered.model_dump_json())
     heard.plan(JOB, (WorkerGroup.of_class("a", 2),), 2)
     assert plans == [offered]

@@ -49,7 +49,7 @@ def place(request: pytest.FixtureRequest) -> str:
 def test_a_job_without_a_directory_has_no_checkpoints() -> None:
     keep = keeper([])
     assert keep.newest(make_job()) is None
-    keep.begin(record())
+    keep.begin_generation(record())
     keep.close()
 
 
@@ -57,7 +57,7 @@ def test_a_checkpoint_is_found_once_all_its_shards_are_in(place: str) -> None:
     warnings: list[str] = []
     keep, job = keeper(warnings), job_in(place)
     assert keep.newest(job) is None
-    keep.begin(record())
+    keep.begin_generation(record())
     save(keep, place, 5, parts=slice(0, -1))
     assert keep.newest(job) is None
     save(keep, place, 5, parts=slice(-1, None))
@@ -68,9 +68,9 @@ def test_a_checkpoint_is_found_once_all_its_shards_are_in(place: str) -> None:
 def test_survivors_complete_a_checkpoint_after_a_morph(place: str) -> None:
     keep, job = keeper([]), job_in(place)
     keep.newest(job)
-    keep.begin(record())
+    keep.begin_generation(record())
     save(keep, place, 5, parts=slice(0, -1))
-    keep.begin(record(1, rollback=False))
+    keep.begin_generation(record(1, rollback=False))
     save(keep, place, 5, parts=slice(-1, None))
     found = keep.newest(job)
     assert found is not None
@@ -81,7 +81,7 @@ def test_shards_that_a_dead_manager_heard_of_are_said_again_to_the_next_one(plac
     warnings: list[str] = []
     first, job = keeper(warnings), job_in(place)
     first.newest(job)
-    first.begin(record())
+    first.begin_generation(record())
     save(first, place, 5)
     save(first, place, 10, parts=slice(0, -1))  # the last report was under way when it died
     first.newest(job)
@@ -108,7 +108,7 @@ def test_a_checkpoint_that_cannot_be_committed_is_a_warning(place: str) -> None:
     warnings: list[str] = []
     keep, job = keeper(warnings), job_in(place)
     keep.newest(job)
-    keep.begin(record())
+    keep.begin_generation(record())
     save(keep, place, 5, generation=7)
     assert keep.newest(job) is None
     assert "generation 7 never began" in warnings[0]
@@ -118,7 +118,7 @@ def test_a_local_directory_that_the_manager_does_not_share_is_found_out(tmp_path
     warnings: list[str] = []
     keep, job = keeper(warnings), job_in(str(tmp_path / "managers"))
     keep.newest(job)
-    keep.begin(record())
+    keep.begin_generation(record())
     save(keep, str(tmp_path / "workers"), 5)
     assert keep.newest(job) is None
     assert "is missing" in warnings[0]
@@ -128,14 +128,14 @@ def test_a_local_directory_that_the_manager_does_not_share_is_found_out(tmp_path
 def test_a_new_run_moves_old_checkpoints_aside_only_if_told(place: str) -> None:
     keep, job = keeper([]), job_in(place)
     keep.newest(job)
-    keep.begin(record())
+    keep.begin_generation(record())
     save(keep, place, 5)
     keep.close()
     with pytest.raises(CheckpointError, match="--new --overwrite"):
         keeper([], new=True).newest(job)
     fresh = keeper([], new=True, overwrite=True)
     assert fresh.newest(job) is None
-    fresh.begin(record())
+    fresh.begin_generation(record())
     save(fresh, place, 2)
     found = fresh.newest(job)  # a rollback of the new run finds the new run's own
     assert found is not None
@@ -148,26 +148,26 @@ def test_a_full_disk_is_said_now_and_then_until_a_checkpoint_is_complete_again(p
     keep = CheckpointCoordinator(new=False, overwrite=False, warn=warnings.append, clock_s=lambda: now_s)
     job = job_in(place)
     keep.newest(job)
-    keep.begin(record())
+    keep.begin_generation(record())
     for step in (5, 10):
         for worker in ("w1", "w2"):
-            keep.complain(worker, f"cannot write {step}: No space left on device.")
+            keep.tell_missing_shard(worker, f"cannot write {step}: No space left on device.")
     assert warnings == [
         "worker w1 did not save its part of a checkpoint: cannot write 5: No space left on device. "
         "There is no complete checkpoint."
     ]
     now_s += 299.0
-    keep.complain("w1", "cannot write 11")
+    keep.tell_missing_shard("w1", "cannot write 11")
     now_s += 2.0
-    keep.complain("w1", "cannot write 12")
-    keep.complain("w2", "cannot write 12")
+    keep.tell_missing_shard("w1", "cannot write 12")
+    keep.tell_missing_shard("w2", "cannot write 12")
     assert warnings[1:] == [
         "worker w1 did not save its part of a checkpoint: cannot write 12. There is no complete checkpoint. None was "
         "complete in the last 5m 01s."
     ]
     save(keep, place, 15)
     assert keep.newest(job) == Checkpoint(checkpoint_place(place, 15), 15, 1)
-    keep.complain("w2", "cannot write 20")
+    keep.tell_missing_shard("w2", "cannot write 20")
     assert warnings[2:] == [
         "worker w2 did not save its part of a checkpoint: cannot write 20. "
         "The newest complete checkpoint is that of step 15."
@@ -177,12 +177,12 @@ def test_a_full_disk_is_said_now_and_then_until_a_checkpoint_is_complete_again(p
 def test_where_a_part_finds_no_room_what_should_have_gone_before_is_removed(place: str) -> None:
     keep, job = keeper([]), job_in(place)
     keep.newest(job)
-    keep.begin(record())
+    keep.begin_generation(record())
     save(keep, place, 5)
     keep.newest(job)
     store = open_store(place)
     save_parts(store, 3, PLAN, 0)  # written by one that took its time, or not removed after step 5
-    keep.complain("w1", "cannot write 10: No space left on device.")
+    keep.tell_missing_shard("w1", "cannot write 10: No space left on device.")
     keep.close()
     assert [folder for folder in store.folders() if folder.startswith("step-")] == ["step-00000005"]
 
@@ -192,7 +192,7 @@ def test_a_run_whose_end_is_in_no_checkpoint_says_so(place: str, steps: int, sai
     warnings: list[str] = []
     keep = keeper(warnings)
     keep.newest(job_in(place))
-    keep.begin(record())
+    keep.begin_generation(record())
     if steps:
         save(keep, place, 15)
     keep.close()
@@ -270,7 +270,7 @@ def test_each_checkpoint_is_told_and_one_that_rescues_a_run_is_no_news_for_peopl
         new=False, overwrite=False, warn=print, committed=committed.append, completed=completed.append
     )
     assert keep.newest(job_in(place).model_copy(update={"rescues": rescues})) is None
-    keep.begin(record())
+    keep.begin_generation(record())
     save(keep, place, 3)
     keep.close()
     assert completed == [3]

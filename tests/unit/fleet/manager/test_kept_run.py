@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     driver.voted(2)
     journal = Journal(folder, None)
     for run in ("old", "new"):
-        journal.begin(run)
+        journal.begin_run(run)
         journal.append(Priced(per_hour=3600.0, on_demand_per_hour=7200.0))
         for done in driver.done:
             if isinstance(done, Publish):

@@ -79,7 +79,7 @@ class Play:
         self.hands, self.folder = Hands(), folder
         self.hands.on_generation = self.go_on
         self.journal = Journal(folder, None)
-        self.journal.begin("r")
+        self.journal.begin_run("r")
         self.mailbox = Mailbox()
         self.manager = Manager(
             config or FleetConfig(workers=4, replace=False),
@@ -194,7 +194,7 @@ def test_a_promise_is_in_the_journal_before_it_is_made(play: Play) -> None:
     asked: list[tuple[bool, list[RunEvent]]] = []
 
     def ask() -> None:
-        kept = play.mailbox.ask(FinishRequested("enough"))
+        kept = play.mailbox.post_request(FinishRequested("enough"))
         asked.append((kept, read_events(play.folder)))
         play.mailbox.post(StopRequested("now", 0))
 
@@ -205,7 +205,7 @@ def test_a_promise_is_in_the_journal_before_it_is_made(play: Play) -> None:
     [(kept, events)] = asked
     assert kept
     assert Asked(what="stop", reason="enough") in events
-    assert not play.mailbox.ask(FinishRequested("again"), bound_s=0.01)  # nobody manages any more
+    assert not play.mailbox.post_request(FinishRequested("again"), bound_s=0.01)  # nobody manages any more
 
 
 def test_a_loss_that_is_no_number_is_said_when_it_begins(play: Play) -> None:
@@ -248,7 +248,7 @@ def test_while_a_store_hangs_beats_are_heard_status_is_answered_and_stop_is_obey
         fleet = play.manager.fleet
         beat = fleet.workers["w1"].beat
         said.extend([beat.step if beat else None, describe(fleet, time.monotonic())["state"], type(fleet.phase)])
-        said.append(play.mailbox.ask(FinishRequested("enough"), bound_s=2.0))
+        said.append(play.mailbox.post_request(FinishRequested("enough"), bound_s=2.0))
 
     visitor = threading.Thread(target=visit)
     visitor.start()

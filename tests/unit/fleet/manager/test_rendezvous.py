@@ -20,7 +20,7 @@ class Play:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.meeting = Meeting()
-        self.meeting.begin(4, MEMBERS)
+        self.meeting.begin_generation(4, MEMBERS)
         self.under_way: list[tuple[str, FromWorker]] = []
         self.stores = {name: self.member(name) for name in MEMBERS}
 
@@ -30,10 +30,10 @@ class Play:
     def deliver(self, name: str, message: FromWorker) -> None:
         heard = from_worker.validate_json(message.model_dump_json())  # as on the wire
         assert isinstance(heard, Offered | Sought)
-        for target, found in self.meeting.hear(name, heard):
+        for target, found in self.meeting.answer_worker(name, heard):
             said = to_worker.validate_json(found.model_dump_json())
             assert isinstance(said, Found)
-            self.stores[target].take(said)
+            self.stores[target].take_values(said)
 
 
 @given(st.randoms(use_true_random=False), st.booleans())
@@ -50,7 +50,7 @@ def test_everybody_finds_everybody_in_any_order_also_over_a_restart(dice: random
             play.deliver(*play.under_way.pop(0))
     if restart:
         play.meeting = Meeting()
-        play.meeting.begin(4, MEMBERS)
+        play.meeting.begin_generation(4, MEMBERS)
     keys = [f"g4/{name}" for name in MEMBERS]
     for _ in range(3):
         for name in MEMBERS:
@@ -76,41 +76,43 @@ def test_what_is_sought_in_vain_is_asked_for_again_with_what_one_has_posted() ->
     now_s[0] = 3.1
     assert not store.check(["other"])
     assert said[2:] == said[:2]
-    store.take(Found(generation=0, values={"other": b"of an old generation"}))
+    store.take_values(Found(generation=0, values={"other": b"of an old generation"}))
     assert not store.check(["other"])
 
 
 def test_strangers_and_members_of_other_generations_are_not_heard() -> None:
     meeting = Meeting()
-    assert meeting.hear("w0", Offered(generation=0, key="k", value=b"v")) == []
-    meeting.begin(2, MEMBERS)
-    meeting.hear("w0", Offered(generation=2, key="k", value=b"v"))
-    assert meeting.hear("w9", Sought(generation=2, keys=("k",))) == []
-    assert meeting.hear("w1", Sought(generation=1, keys=("k",))) == []
-    assert meeting.hear("w1", Sought(generation=2, keys=("k",))) == [("w1", Found(generation=2, values={"k": b"v"}))]
-    meeting.begin(3, MEMBERS)
-    assert meeting.hear("w1", Sought(generation=3, keys=("k",))) == []  # forgotten
+    assert meeting.answer_worker("w0", Offered(generation=0, key="k", value=b"v")) == []
+    meeting.begin_generation(2, MEMBERS)
+    meeting.answer_worker("w0", Offered(generation=2, key="k", value=b"v"))
+    assert meeting.answer_worker("w9", Sought(generation=2, keys=("k",))) == []
+    assert meeting.answer_worker("w1", Sought(generation=1, keys=("k",))) == []
+    assert meeting.answer_worker("w1", Sought(generation=2, keys=("k",))) == [
+        ("w1", Found(generation=2, values={"k": b"v"}))
+    ]
+    meeting.begin_generation(3, MEMBERS)
+    assert meeting.answer_worker("w1", Sought(generation=3, keys=("k",))) == []  # forgotten
 
 
 def test_what_a_member_may_offer_and_seek_has_a_bound_and_nobody_changes_anothers() -> None:
     meeting = Meeting()
-    meeting.begin(0, MEMBERS)
+    meeting.begin_generation(0, MEMBERS)
 
     def post(count: int) -> None:
         for number in range(count):
-            meeting.hear("w0", Offered(generation=0, key=f"k{number}", value=b"x" * MAX_VALUE_BYTES))
+            meeting.answer_worker("w0", Offered(generation=0, key=f"k{number}", value=b"x" * MAX_VALUE_BYTES))
 
     def seek(count: int) -> None:
         for number in range(count):
-            meeting.hear("w1", Sought(generation=0, keys=(f"never{number}",)))
+            meeting.answer_worker("w1", Sought(generation=0, keys=(f"never{number}",)))
 
     for too_much in (post, seek):
         too_much(3)
         with pytest.raises(ValueError, match="more than any member needs"):
             too_much(100)
-    meeting.hear("w2", Offered(generation=0, key="mine", value=b"a"))
+    meeting.answer_worker("w2", Offered(generation=0, key="mine", value=b"a"))
     with pytest.raises(ValueError, match="offers 'mine', which is another one's"):
-        meeting.hear("w1", Offered(generation=0, key="mine", value=b"b"))
+        meeting.answer_worker("w1", Offered(generation=0, key="mine", value=b"b"))
 
 
 def test_a_value_that_changes_is_seen_within_seconds_and_none_is_trusted_while_the_manager_is_away() -> None:
@@ -142,7 +144,7 @@ def test_a_value_that_changes_is_seen_within_seconds_and_none_is_trusted_while_t
     play.now_s = 38.1
     with pytest.raises(RuntimeError, match="has not answered for 20 s"):
         reader.check(["doing/0"])
-    play.meeting.begin(4, MEMBERS)
+    play.meeting.begin_generation(4, MEMBERS)
     writer.set("doing/0", "4")
     deliver_all()
     assert reader.check(["doing/0"])

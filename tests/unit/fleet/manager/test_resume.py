@@ -47,7 +47,7 @@ class Shell:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.journal = Journal(folder, None)
-        self.journal.begin("r")
+        self.journal.begin_run("r")
         self.driver = Driver(CONFIG, plan=two_stages)
         self.written = 0
         for name in NAMES:
@@ -313,7 +313,7 @@ def test_a_run_that_ended_is_history_and_numbers_start_again(shell: Shell) -> No
     shell.vote(0)
     shell.journal.append(RunEnded(exit_code=0, text="done"))
     assert shell.journal.read() is None
-    shell.journal.begin("next")
+    shell.journal.begin_run("next")
     past = shell.journal.read()
     assert past is not None
     assert (past.run, past.job, past.events) == ("next", None, ())

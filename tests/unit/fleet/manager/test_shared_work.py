@@ -22,54 +22,58 @@ def wait(worker: str, doer: str = "w0") -> list[tuple[str, WorkFound]]:
 
 def test_the_first_does_it_and_the_others_take_it_over() -> None:
     work = SharedWork()
-    assert work.hear("w0", SOUGHT, NAMES, 0.0) == [("w0", told("k", b""))]
-    assert work.hear("w1", SOUGHT, NAMES, 1.0) == wait("w1")
-    assert work.hear("w2", SOUGHT, NAMES, 1.0) == wait("w2")
-    assert work.hear("w1", SOUGHT, NAMES, 3.0) == wait("w1"), "said again"
-    assert work.hear("w0", DONE, NAMES, 9.0) == [("w1", told("k", DONE.data)), ("w2", told("k", DONE.data))]
-    assert work.hear("w7", SOUGHT, ("w7",), 99.0) == [("w7", told("k", DONE.data))], "a newcomer"
-    assert work.hear("w7", WorkSought(key="other"), ("w7",), 99.0) == [("w7", told("other", b""))]
+    assert work.answer_worker("w0", SOUGHT, NAMES, 0.0) == [("w0", told("k", b""))]
+    assert work.answer_worker("w1", SOUGHT, NAMES, 1.0) == wait("w1")
+    assert work.answer_worker("w2", SOUGHT, NAMES, 1.0) == wait("w2")
+    assert work.answer_worker("w1", SOUGHT, NAMES, 3.0) == wait("w1"), "said again"
+    assert work.answer_worker("w0", DONE, NAMES, 9.0) == [("w1", told("k", DONE.data)), ("w2", told("k", DONE.data))]
+    assert work.answer_worker("w7", SOUGHT, ("w7",), 99.0) == [("w7", told("k", DONE.data))], "a newcomer"
+    assert work.answer_worker("w7", WorkSought(key="other"), ("w7",), 99.0) == [("w7", told("other", b""))]
 
 
 def test_an_answer_that_was_lost_is_given_again() -> None:
     work = SharedWork()
-    assert work.hear("w0", SOUGHT, NAMES, 0.0) == work.hear("w0", SOUGHT, NAMES, 2.0) == [("w0", told("k", b""))]
+    assert (
+        work.answer_worker("w0", SOUGHT, NAMES, 0.0)
+        == work.answer_worker("w0", SOUGHT, NAMES, 2.0)
+        == [("w0", told("k", b""))]
+    )
 
 
 def test_another_one_does_it_if_the_first_is_gone_or_takes_for_ever() -> None:
     for alive, now_s in ((("w1", "w2"), 2.0), (NAMES, 101.0)):
         work = SharedWork()
-        work.hear("w0", SOUGHT, NAMES, 0.0)
-        work.hear("w2", SOUGHT, NAMES, 0.5)
-        assert work.hear("w1", SOUGHT, alive, now_s) == [("w1", told("k", b""))]
-        assert work.hear("w2", SOUGHT, alive, now_s) == wait("w2", "w1"), "the new one has begun now"
-        assert work.hear("w1", DONE, alive, now_s) == [("w2", told("k", DONE.data))]
+        work.answer_worker("w0", SOUGHT, NAMES, 0.0)
+        work.answer_worker("w2", SOUGHT, NAMES, 0.5)
+        assert work.answer_worker("w1", SOUGHT, alive, now_s) == [("w1", told("k", b""))]
+        assert work.answer_worker("w2", SOUGHT, alive, now_s) == wait("w2", "w1"), "the new one has begun now"
+        assert work.answer_worker("w1", DONE, alive, now_s) == [("w2", told("k", DONE.data))]
 
 
 def test_what_cannot_be_taken_over_keeps_nobody_waiting() -> None:
     work = SharedWork()
-    work.hear("w0", SOUGHT, NAMES, 0.0)
-    work.hear("w1", SOUGHT, NAMES, 0.0)
-    assert work.hear("w0", WorkOffered(key="k", data=b""), NAMES, 1.0) == [("w1", told("k", b""))]
-    assert work.hear("w2", SOUGHT, NAMES, 2.0) == [("w2", told("k", b""))]
-    assert work.hear("w0", DONE, NAMES, 3.0) == [], "it was said already"
+    work.answer_worker("w0", SOUGHT, NAMES, 0.0)
+    work.answer_worker("w1", SOUGHT, NAMES, 0.0)
+    assert work.answer_worker("w0", WorkOffered(key="k", data=b""), NAMES, 1.0) == [("w1", told("k", b""))]
+    assert work.answer_worker("w2", SOUGHT, NAMES, 2.0) == [("w2", told("k", b""))]
+    assert work.answer_worker("w0", DONE, NAMES, 3.0) == [], "it was said already"
 
 
 def test_strangers_get_nothing_and_leave_nothing() -> None:
     work = SharedWork()
-    work.hear("w0", SOUGHT, NAMES, 0.0)
-    assert work.hear("x", DONE, NAMES, 0.0) == work.hear("x", SOUGHT, NAMES, 0.0) == []
-    assert work.hear("w0", WorkOffered(key="unasked", data=b"1"), NAMES, 0.0) == []
-    assert work.hear("w1", WorkSought(key="unasked"), NAMES, 0.0) == [("w1", told("unasked", b""))]
+    work.answer_worker("w0", SOUGHT, NAMES, 0.0)
+    assert work.answer_worker("x", DONE, NAMES, 0.0) == work.answer_worker("x", SOUGHT, NAMES, 0.0) == []
+    assert work.answer_worker("w0", WorkOffered(key="unasked", data=b"1"), NAMES, 0.0) == []
+    assert work.answer_worker("w1", WorkSought(key="unasked"), NAMES, 0.0) == [("w1", told("unasked", b""))]
 
 
 def test_a_manager_keeps_a_bounded_amount() -> None:
     work = SharedWork()
     for number in range(200):
         key = f"k{number}"
-        assert work.hear("w0", WorkSought(key=key), NAMES, 0.0) == [("w0", told(key, b""))]
-        work.hear("w0", WorkOffered(key=key, data=bytes(2**20)), NAMES, 0.0)
-    kept = [work.hear("w1", WorkSought(key=f"k{number}"), NAMES, 0.0)[0][1].data for number in range(200)]
+        assert work.answer_worker("w0", WorkSought(key=key), NAMES, 0.0) == [("w0", told(key, b""))]
+        work.answer_worker("w0", WorkOffered(key=key, data=bytes(2**20)), NAMES, 0.0)
+    kept = [work.answer_worker("w1", WorkSought(key=f"k{number}"), NAMES, 0.0)[0][1].data for number in range(200)]
     assert sum(map(bool, kept)) == 64
     assert all(kept[:64])
 
@@ -77,9 +81,9 @@ def test_a_manager_keeps_a_bounded_amount() -> None:
 def test_work_that_nobody_ended_takes_no_room_for_ever() -> None:
     work = SharedWork()
     for number in range(64):
-        work.hear("gone", WorkSought(key=f"k{number}"), ("gone",), 0.0)
-    assert work.hear("w0", SOUGHT, NAMES, 1.0) == [("w0", told("k", b""))]
-    assert work.hear("w1", SOUGHT, NAMES, 1.0) == wait("w1")
+        work.answer_worker("gone", WorkSought(key=f"k{number}"), ("gone",), 0.0)
+    assert work.answer_worker("w0", SOUGHT, NAMES, 1.0) == [("w0", told("k", b""))]
+    assert work.answer_worker("w1", SOUGHT, NAMES, 1.0) == wait("w1")
 
 
 @given(st.integers(0, 2**32))
@@ -106,7 +110,7 @@ def test_everybody_has_it_in_the_end_whoever_dies_on_the_way(seed: int) -> None:
         for name, message in said:
             heard = from_worker.validate_json(message.model_dump_json())
             assert isinstance(heard, WorkSought | WorkOffered)
-            for target, found in work.hear(name, heard, alive, now_s):
+            for target, found in work.answer_worker(name, heard, alive, now_s):
                 answer = to_worker.validate_json(found.model_dump_json())
                 assert isinstance(answer, WorkFound)
                 if answer.data:

@@ -35,17 +35,17 @@ class Desk:
 
     def begin(self, generation: int, *members: str, first_step: int = 0) -> None:
         record = GenerationRecord(generation=generation, plan=PLAN, members=members, cause="", first_step=first_step)
-        self.desk.take(GenerationStarted(record=record))
+        self.desk.add_event(GenerationStarted(record=record))
 
     def record(self, step: int) -> None:
-        self.desk.take(StepRecorded(step=step, generation=0, loss=1.0, plan=PLAN, examples_per_s=1.0))
+        self.desk.add_event(StepRecorded(step=step, generation=0, loss=1.0, plan=PLAN, examples_per_s=1.0))
 
     def tell(self, worker: str, step: int, rank: int, generation: int = 0) -> None:
         did = (Interval("F", 0, 0.0, 1.0),)
         shown = RankTimeline(
             generation=generation, step=step, rank=rank, clock="c", zero_s=0.0, micro_batches=(0,), actions=did
         )
-        self.desk.hear(worker, StepShown(step=step, timeline=shown))
+        self.desk.add_shown(worker, StepShown(step=step, timeline=shown))
 
     def asked(self, step: int) -> list[str]:
         return [worker for worker, message in self.sent if message == ShowStep(step=step)]
@@ -72,7 +72,7 @@ def whole(desk: Desk, step: int) -> Any:
 def test_a_typical_step_and_the_last_ones_are_kept_without_being_asked_for(desk: Desk) -> None:
     desk.begin(0, "a", "b")
     assert desk.asked(4) == desk.asked(STEPS - 1) == ["a", "b"]
-    desk.desk.take(WorkerLost(worker="a", rank=0, cause="worker a froze"))
+    desk.desk.add_event(WorkerLost(worker="a", rank=0, cause="worker a froze"))
     desk.begin(1, "c", "d", "b", first_step=50)  # b is a spare now, but knows the last step
     assert (desk.asked(49), desk.asked(54)) == (["b"], ["c", "d"])
     desk.tell("b", 49, 1)
@@ -101,7 +101,7 @@ def test_whoever_died_in_the_middle_is_named_with_the_cause(desk: Desk) -> None:
     desk.begin(0, "a", "b")
     desk.desk.timeline(20)
     desk.tell("a", 20, 0)
-    desk.desk.take(WorkerLost(worker="b", rank=1, cause="worker b killed by SIGKILL"))
+    desk.desk.add_event(WorkerLost(worker="b", rank=1, cause="worker b killed by SIGKILL"))
     assert whole(desk, 20)["missing"] == {"1": "worker b killed by SIGKILL"}
 
 
@@ -135,7 +135,7 @@ def test_a_step_that_nobody_remembers_is_an_error_that_says_what_there_is(desk: 
     whole(desk, 4)
     assert desk.desk.timeline(30).status == 202
     for worker in "ab":
-        desk.desk.hear(worker, StepShown(step=30, timeline=None))
+        desk.desk.add_shown(worker, StepShown(step=30, timeline=None))
     assert words(desk.desk.timeline(30)) == (
         "step 30 is over and was not recorded: workers remember only their newest steps. Recorded: 4. Name one of "
         "these, or a step that lies ahead: the newest is 90"
@@ -159,13 +159,13 @@ def test_a_profile_comes_in_pieces_or_with_the_reason_why_not(desk: Desk) -> Non
     assert desk.desk.profile(1, 20, 20 + PROFILE_STEPS).status == 422
     assert desk.desk.profile(1, 20, 22).status == 202
     assert desk.sent[-1] == ("b", ProfileSteps(first=20, last=22))
-    desk.desk.hear("a", ProfilePart(first=20, number=0, count=1, data=b"not asked"))
-    desk.desk.hear("b", ProfilePart(first=20, number=1, count=2, data=b"two"))
+    desk.desk.add_shown("a", ProfilePart(first=20, number=0, count=1, data=b"not asked"))
+    desk.desk.add_shown("b", ProfilePart(first=20, number=1, count=2, data=b"two"))
     assert desk.desk.profiled(1, 20).status == 202
-    desk.desk.hear("b", ProfilePart(first=20, number=0, count=2, data=b"one"))
+    desk.desk.add_shown("b", ProfilePart(first=20, number=0, count=2, data=b"one"))
     assert desk.desk.profiled(1, 20) == DeskAnswer(200, b"onetwo")
     desk.desk.profile(0, 30, 30)
-    desk.desk.take(WorkerLost(worker="a", rank=0, cause="killed by SIGKILL"))
+    desk.desk.add_event(WorkerLost(worker="a", rank=0, cause="killed by SIGKILL"))
     assert words(desk.desk.profiled(0, 30)) == "rank 0 made no profile: its worker is gone: killed by SIGKILL"
     assert desk.desk.profiled(0, 40).status == 404
 
@@ -198,7 +198,7 @@ def test_once_a_minute_a_step_is_looked_at_for_what_waits_are_for_and_not_kept(d
 
 def test_a_step_that_a_worker_has_not_told_of_says_nothing_of_waits(desk: Desk) -> None:
     desk.begin(0, "a", "b")
-    desk.desk.take(WorkerLost(worker="b", rank=1, cause="gone"))
+    desk.desk.add_event(WorkerLost(worker="b", rank=1, cause="gone"))
     desk.tell("a", 4, 0)
     desk.desk._disk.wait_for(lambda: None, 10.0)
     assert kept_steps(desk.folder) == [4]

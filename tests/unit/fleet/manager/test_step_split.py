@@ -2,7 +2,7 @@ import pytest
 
 from tests.unit.extras.pictures.timelines import LATENCY_S, a_step
 from varuna.core.times import Interval, StepTimeline
-from varuna.fleet.manager.step_split import split_waits
+from varuna.fleet.manager.step_desk import split_waits
 from varuna.simulator.costs import LinkCosts, uniform
 from varuna.simulator.step import simulate
 

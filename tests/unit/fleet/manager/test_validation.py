@@ -10,7 +10,7 @@ from varuna.core.messages import Beat, FromWorker, Saved, StopReport, Vote, Vote
 from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Copies, Plan
 from varuna.core.saved import SavedShard
-from varuna.core.sums import HeldSums, InheritedSum, MicroBatchLoss, RemainingWork, SectionSum, Spans
+from varuna.core.sums import HeldSums, IndexSet, InheritedSum, MicroBatchLoss, RemainingWork, SectionSum
 from varuna.fleet.manager.validation import objection
 from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.config import FleetConfig
@@ -36,7 +36,7 @@ def shard(**changes: object) -> Saved:
     return Saved(shard=SavedShard.model_validate({**values, **changes}))
 
 
-def summed(spans: Spans, *losses: MicroBatchLoss, section: int = 0) -> StopReport:
+def summed(spans: IndexSet, *losses: MicroBatchLoss, section: int = 0) -> StopReport:
     sections = (SectionSum(section=section, micro_batches=spans),)
     held = HeldSums(micro_batch=2, sections=sections, losses=losses)
     return StopReport(generation=0, next_step=2, sections=(0, 1), sums=held)
@@ -90,7 +90,7 @@ def test_lies_are_named() -> None:
 
 
 @pytest.mark.parametrize("spans", [((0, 1), (2, 4)), ((0, 4),), ((0, 8),)], ids=["some", "its share", "reduced"])
-def test_sums_of_what_was_given_are_believed(spans: Spans) -> None:
+def test_sums_of_what_was_given_are_believed(spans: IndexSet) -> None:
     driver = running()
     assert objection(driver.fleet, driver.fleet.members[0], summed(spans)) is None
 
@@ -225,7 +225,7 @@ def copied(copies: Copies) -> Driver:
     return driver
 
 
-def sums_of(*sections: int, spans: Spans) -> tuple[SectionSum, ...]:
+def sums_of(*sections: int, spans: IndexSet) -> tuple[SectionSum, ...]:
     return tuple(SectionSum(section=each, micro_batches=spans) for each in sections)
 
 
@@ -233,7 +233,7 @@ def test_sums_of_the_rank_whose_copy_a_worker_keeps_are_no_lie() -> None:
     driver = copied(Copies.STATE)
 
     def held(*sections: int, own: tuple[int, ...] = (), copies: tuple[int, ...] = (2, 3)) -> StopReport:
-        spans: Spans = ((0, 3),)
+        spans: IndexSet = ((0, 3),)
         sums = HeldSums(micro_batch=2, sections=sums_of(*own, spans=spans), copies=sums_of(*sections, spans=spans))
         return StopReport(generation=0, next_step=1, sections=(0, 1), copies=copies, sums=sums)
 
@@ -253,7 +253,7 @@ def test_copied_sums_are_of_the_owners_share_and_bring_no_state() -> None:
     assert driver.fleet.record.copied_from(2) == 0, "which runs the same sections"
     theirs, mine = ((0, 3),), ((4, 8),)
 
-    def held(spans: Spans, section: int = 0, copies: tuple[int, ...] = ()) -> StopReport:
+    def held(spans: IndexSet, section: int = 0, copies: tuple[int, ...] = ()) -> StopReport:
         sums = HeldSums(
             micro_batch=2, sections=sums_of(0, 1, spans=mine), copies=sums_of(section, section + 1, spans=spans)
         )

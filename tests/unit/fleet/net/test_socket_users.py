@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from varuna.fleet.net.socket_users import user_of
+from varuna.fleet.net.connection_limits import user_of
 
 
 @pytest.mark.skipif(not hasattr(socket, "AF_NETLINK"), reason="only Linux says")

@@ -76,7 +76,7 @@ def test_a_process_that_was_stopped_names_nobody(looks: int, why: str) -> None:
     standstill = Standstill()
 
     def look(ran_s: float) -> str:
-        return standstill.look(ran_s, 112.0, lambda: whereabouts(None))
+        return standstill.describe_last(ran_s, 112.0, lambda: whereabouts(None))
 
     assert [look(ran_s=100.0) for _ in range(looks)] == [""] * looks
     assert look(ran_s=112.0).startswith(f"the server did not respond for 12.0 s: {why}")

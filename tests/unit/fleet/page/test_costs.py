@@ -49,42 +49,42 @@ def bill(meter: Meter, now_s: float) -> Bill:
 
 def test_each_worker_is_paid_from_joining_to_leaving() -> None:
     meter = Meter()
-    meter.take(Priced(per_hour=2.0), 0.0)
+    meter.add_event(Priced(per_hour=2.0), 0.0)
     assert bill(meter, HOUR_S).spent == 0.0
     for name, at_s in (("w0", HOUR_S), ("w1", HOUR_S), ("w1", 1.5 * HOUR_S)):  # a manager that returns hears it again
-        meter.take(joined(name), at_s)
-    meter.take(lost("w1"), 2 * HOUR_S)
-    meter.take(lost("w1"), 2.5 * HOUR_S)
+        meter.add_event(joined(name), at_s)
+    meter.add_event(lost("w1"), 2 * HOUR_S)
+    meter.add_event(lost("w1"), 2.5 * HOUR_S)
     assert bill(meter, 3 * HOUR_S) == Bill(spent=6.0, per_hour=2.0, on_demand=None, worker_hours=3.0)
-    meter.take(WorkerLeft(worker="w0"), 4 * HOUR_S)
+    meter.add_event(WorkerLeft(worker="w0"), 4 * HOUR_S)
     assert bill(meter, 9 * HOUR_S) == Bill(spent=8.0, per_hour=0.0, on_demand=None, worker_hours=4.0)
 
 
 def test_a_run_that_is_over_costs_nothing_more() -> None:
     meter = Meter()
-    meter.take(Priced(per_hour=1.0), 0.0)
-    meter.take(joined("w0"), 0.0)
-    meter.take(RunEnded(exit_code=0, text=""), HOUR_S)
+    meter.add_event(Priced(per_hour=1.0), 0.0)
+    meter.add_event(joined("w0"), 0.0)
+    meter.add_event(RunEnded(exit_code=0, text=""), HOUR_S)
     assert bill(meter, 100 * HOUR_S).spent == 1.0
 
 
 def test_a_price_holds_from_when_it_is_said_and_the_first_one_for_what_was_before() -> None:
     meter = Meter()
-    meter.take(joined("w0"), 0.0)
+    meter.add_event(joined("w0"), 0.0)
     assert meter.cost(HOUR_S) is None
-    meter.take(Priced(per_hour=1.0), HOUR_S)
-    meter.take(Priced(per_hour=3.0), 2 * HOUR_S)
+    meter.add_event(Priced(per_hour=1.0), HOUR_S)
+    meter.add_event(Priced(per_hour=3.0), 2 * HOUR_S)
     assert bill(meter, 3 * HOUR_S).spent == pytest.approx(1 + 1 + 3)
 
 
 def test_on_demand_only_the_steps_that_count_are_paid() -> None:
     meter = Meter()
-    meter.take(Priced(per_hour=1.0, on_demand_per_hour=36.0), 0.0)
-    meter.take(begun(0, 0, (2, 2)), 0.0)
+    meter.add_event(Priced(per_hour=1.0, on_demand_per_hour=36.0), 0.0)
+    meter.add_event(begun(0, 0, (2, 2)), 0.0)
     for number in range(10):
         meter.take_step(step(number, 2.0))
     assert bill(meter, 0.0).on_demand == pytest.approx(4 * 20 * 0.01)
-    meter.take(begun(1, 6, (1, 1)), 0.0)  # a rollback: steps 6 to 9 do not count any more
+    meter.add_event(begun(1, 6, (1, 1)), 0.0)  # a rollback: steps 6 to 9 do not count any more
     assert bill(meter, 0.0).on_demand == pytest.approx(4 * 20 * 0.01)
     meter.take_step(step(6, 5.0))
     assert bill(meter, 0.0).on_demand == pytest.approx((4 * 12 + 5) * 0.01)
@@ -94,25 +94,25 @@ def test_on_demand_only_the_steps_that_count_are_paid() -> None:
 
 def test_a_rollback_beyond_several_generations_leaves_what_came_before_them() -> None:
     meter = Meter()
-    meter.take(Priced(per_hour=1.0, on_demand_per_hour=36.0), 0.0)
+    meter.add_event(Priced(per_hour=1.0, on_demand_per_hour=36.0), 0.0)
     for generation, first in enumerate((0, 5, 8)):
-        meter.take(begun(generation, first, (1, 1)), 0.0)
+        meter.add_event(begun(generation, first, (1, 1)), 0.0)
         for number in range(first, first + 3):
             meter.take_step(step(number, 1.0))
-    meter.take(begun(3, 2, (1, 1)), 0.0)
-    meter.take(begun(4, 2, (1, 1)), 0.0)  # the one before broke before its first step
+    meter.add_event(begun(3, 2, (1, 1)), 0.0)
+    meter.add_event(begun(4, 2, (1, 1)), 0.0)  # the one before broke before its first step
     meter.take_step(step(2, 1.0))
     assert bill(meter, 0.0).on_demand == pytest.approx(3 * 0.01)
-    meter.take(begun(5, 0, (1, 1)), 0.0)
+    meter.add_event(begun(5, 0, (1, 1)), 0.0)
     meter.take_step(step(0, 7.0))
     assert bill(meter, 0.0).on_demand == pytest.approx(7 * 0.01)
 
 
 def test_a_clock_that_was_set_back_takes_no_money_back() -> None:
     meter = Meter()
-    meter.take(Priced(per_hour=1.0), 0.0)
-    meter.take(joined("w0"), HOUR_S)
-    meter.take(joined("w1"), 2 * HOUR_S)
+    meter.add_event(Priced(per_hour=1.0), 0.0)
+    meter.add_event(joined("w0"), HOUR_S)
+    meter.add_event(joined("w1"), 2 * HOUR_S)
     before = bill(meter, 2 * HOUR_S).spent
     assert bill(meter, 0.0).spent == before == 1.0
 
@@ -131,13 +131,13 @@ def started_again(*, price: float | None) -> Meter:
     """A run whose first start had one worker for an hour, and which went on a day later with two."""
     first = Meter()
     if price is not None:
-        first.take(Priced(per_hour=price), 0.0)
-    first.take(joined("w0"), 0.0)
-    first.take(RunEnded(exit_code=0, text=""), HOUR_S)
+        first.add_event(Priced(per_hour=price), 0.0)
+    first.add_event(joined("w0"), 0.0)
+    first.add_event(RunEnded(exit_code=0, text=""), HOUR_S)
     later_s = 25 * HOUR_S
     again = Meter(first.account(2 * HOUR_S))
     for event in (Priced(per_hour=2.0), joined("w0"), joined("w1")):
-        again.take(event, later_s)
+        again.add_event(event, later_s)
     return again
 
 
@@ -157,13 +157,13 @@ def test_hours_without_a_price_can_be_weighed_before_one_is_said() -> None:
 
 def test_steps_of_an_earlier_start_that_run_again_count_once_on_demand() -> None:
     first = Meter()
-    first.take(Priced(per_hour=1.0, on_demand_per_hour=36.0), 0.0)
-    first.take(begun(0, 0, (1, 1)), 0.0)
+    first.add_event(Priced(per_hour=1.0, on_demand_per_hour=36.0), 0.0)
+    first.add_event(begun(0, 0, (1, 1)), 0.0)
     for number in range(10):
         first.take_step(step(number, 1.0))
     again = Meter(first.account(0.0))
-    again.take(Priced(per_hour=1.0, on_demand_per_hour=36.0), 0.0)
-    again.take(begun(0, 8, (1, 1)), 0.0)  # from the checkpoint of step 8
+    again.add_event(Priced(per_hour=1.0, on_demand_per_hour=36.0), 0.0)
+    again.add_event(begun(0, 8, (1, 1)), 0.0)  # from the checkpoint of step 8
     again.take_step(step(8, 5.0))
     assert bill(again, 0.0).on_demand == pytest.approx((8 + 5) * 0.01)
 

@@ -55,8 +55,8 @@ class Run:
 
 def test_a_page_hears_everything_once_and_then_what_changes() -> None:
     run = Run()
-    run.chronicle.take(started(0), 1.0)
-    run.chronicle.take(step(0), 2.0)
+    run.chronicle.add_event(started(0), 1.0)
+    run.chronicle.add_event(step(0), 2.0)
     page = run.page()
     (_, kind, whole), (_, status, now) = heard(page.news())
     assert (kind, status) == ("whole", "status")
@@ -64,10 +64,10 @@ def test_a_page_hears_everything_once_and_then_what_changes() -> None:
     assert [(band["stages"], band["step"]) for band in whole["bands"]] == [(2, 0)]
     assert now == {**run.told, "all": True}
     assert page.news() == ""
-    run.chronicle.take(step(1), 3.0)
-    run.chronicle.take(step(2, float("nan")), 4.0)
-    run.chronicle.take(Notice(text="two\nlines\n\n: and more", warning=True), 5.0)
-    run.chronicle.take(CheckpointCommitted(step=3), 6.0)
+    run.chronicle.add_event(step(1), 3.0)
+    run.chronicle.add_event(step(2, float("nan")), 4.0)
+    run.chronicle.add_event(Notice(text="two\nlines\n\n: and more", warning=True), 5.0)
+    run.chronicle.add_event(CheckpointCommitted(step=3), 6.0)
     changes = heard(page.news())
     assert [kind for _, kind, _ in changes] == ["steps", "mark", "checkpoint", "mark"]
     assert changes[0][2] == [[1, 3.0, 1.5, 8.0], [2, 4.0, None, 8.0]]
@@ -77,16 +77,16 @@ def test_a_page_hears_everything_once_and_then_what_changes() -> None:
 def test_a_page_that_comes_back_hears_what_it_missed_and_everything_where_too_much_is_gone() -> None:
     run = Run(changes_kept=3)
     for number in range(4):
-        run.chronicle.take(step(number), float(number))
+        run.chronicle.add_event(step(number), float(number))
     page = run.page()
     last = heard(page.news())[0][0]
-    run.chronicle.take(step(4), 4.0)
-    run.chronicle.take(step(5), 5.0)
+    run.chronicle.add_event(step(4), 4.0)
+    run.chronicle.add_event(step(5), 5.0)
     (said, kind, rows), _ = heard(run.page(last).news())
     assert (kind, [row[0] for row in rows]) == ("steps", [4, 5])
     assert (position(last, run.chronicle.life), position(said, run.chronicle.life)) == (4, 6)
     for later in range(6, 9):
-        run.chronicle.take(step(later), float(later))
+        run.chronicle.add_event(step(later), float(later))
     assert heard(run.page(last).news())[0][1] == "whole"
     for strange in ("other-5", "", f"{run.chronicle.life}-99", f"{run.chronicle.life}--1", f"{run.chronicle.life}-x"):
         assert heard(run.page(strange).news())[0][1] == "whole"
@@ -103,11 +103,11 @@ def test_the_story_is_told_in_sentences_and_bands_are_bounded() -> None:
     chronicle = Chronicle(most_bands=8)
     for generation in range(40):
         begun = started(generation)
-        chronicle.take(begun, float(generation))
+        chronicle.add_event(begun, float(generation))
         done = begun.record.model_copy(update={"recovery_seconds": 0.4, "steps_redone": 1})
-        chronicle.take(Morphed(record=done, old_plan=PLAN), generation + 0.5)
-    chronicle.take(WorkerLost(worker="w1", rank=1, cause="worker w1 killed by SIGKILL"), 50.0)
-    chronicle.take(RunEnded(exit_code=1, text="x" * 5000, worker="w1"), 51.0)
+        chronicle.add_event(Morphed(record=done, old_plan=PLAN), generation + 0.5)
+    chronicle.add_event(WorkerLost(worker="w1", rank=1, cause="worker w1 killed by SIGKILL"), 50.0)
+    chronicle.add_event(RunEnded(exit_code=1, text="x" * 5000, worker="w1"), 51.0)
     _, whole = chronicle.describe()
     bands, marks = whole["bands"], whole["marks"]
     assert isinstance(bands, list)
@@ -142,7 +142,7 @@ async def serve(stream: EventStream, feed: LiveFeed, reads: bool) -> tuple[str, 
 def test_a_page_that_does_not_read_is_dropped_and_the_others_hear_the_end() -> None:
     run = Run()
     assert asyncio.run(serve(run.page(), run.feed, reads=False)) == ("", 1)
-    run.chronicle.take(RunEnded(exit_code=0, text="done"), 1.0)
+    run.chronicle.add_event(RunEnded(exit_code=0, text="done"), 1.0)
     text, _ = asyncio.run(serve(run.page(), run.feed, reads=True))
     assert heard(text)[0][2]["ended"]["exit_code"] == 0
     assert run.feed.pages == 0
@@ -153,18 +153,18 @@ def test_a_page_that_does_not_read_is_dropped_and_the_others_hear_the_end() -> N
 def test_a_run_that_goes_on_from_a_checkpoint_has_that_until_the_next_one() -> None:
     chronicle = Chronicle()
     record = started(0).record.model_copy(update={"first_step": 40})
-    chronicle.take(GenerationStarted(record=record), 1.0)
+    chronicle.add_event(GenerationStarted(record=record), 1.0)
     told = chronicle.newest(100, 2.0)
     assert told["checkpoint"] == {"step": 40, "time_s": 1.0, "resumed": True}
     assert chronicle.describe()[1]["marks"] == told["marks"]
     assert "Training goes on at step 40 on 2 workers" in str(told["marks"])
-    chronicle.take(CheckpointCommitted(step=60), 3.0)
+    chronicle.add_event(CheckpointCommitted(step=60), 3.0)
     assert chronicle.newest(100, 4.0)["checkpoint"] == {"step": 60, "time_s": 3.0}
 
 
 def test_a_notice_that_a_machine_will_leave_is_a_mark_of_its_own() -> None:
     chronicle = Chronicle()
-    chronicle.take(Notice(text="node n3 will leave in 30 s (preemption notice)", departs=True), 1.0)
+    chronicle.add_event(Notice(text="node n3 will leave in 30 s (preemption notice)", departs=True), 1.0)
     marks = chronicle.newest(10, 2.0)["marks"]
     assert isinstance(marks, list)
     assert [mark["kind"] for mark in marks] == ["leaving"]

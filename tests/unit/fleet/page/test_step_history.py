@@ -17,7 +17,7 @@ def point(step: int, loss: float = 0.0) -> PastStep:
 def test_a_long_run_keeps_its_extremes_in_bounded_memory_and_its_newest_steps_one_by_one() -> None:
     history = StepHistory(most=50, recent=20)
     for step in range(10_000):
-        history.take(point(step, {4321: 99.0, 77: -9.0}.get(step, math.sin(step))))
+        history.add_point(point(step, {4321: 99.0, 77: -9.0}.get(step, math.sin(step))))
     told = history.describe()
     first, last, loss, recent = told["first"], told["last"], told["loss"], told["recent"]
     assert isinstance(first, list)
@@ -36,7 +36,7 @@ def test_a_long_run_keeps_its_extremes_in_bounded_memory_and_its_newest_steps_on
 def test_a_step_that_runs_again_replaces_what_followed() -> None:
     history = StepHistory(most=50, recent=20)
     for step in (*range(100), *range(90, 95)):
-        history.take(point(step, float(step)))
+        history.add_point(point(step, float(step)))
     recent = history.describe()["recent"]
     assert isinstance(recent, list)
     assert recent[-1][0] == 94
@@ -46,7 +46,7 @@ def test_a_step_that_runs_again_replaces_what_followed() -> None:
 def test_a_loss_that_is_not_a_number_is_told_as_none_and_spoils_no_mean() -> None:
     history = StepHistory(most=4, recent=1)
     for step in range(8):
-        history.take(point(step, math.nan if step % 2 else 3.0))
+        history.add_point(point(step, math.nan if step % 2 else 3.0))
     told = history.describe()
     assert told["loss"] == [[3.0, 3.0, 3.0]] * 4
     assert told["recent"] == [[7, 70.0, None, 2.0]]
@@ -59,7 +59,7 @@ def test_buckets_are_in_order_and_do_not_overlap_whatever_is_undone(starts: list
     step = -1
     for start in starts:
         step = min(step + 1, start)
-        history.take(point(step))
+        history.add_point(point(step))
     told = history.describe()
     first, last, recent = told["first"], told["last"], told["recent"]
     assert isinstance(first, list)

@@ -9,13 +9,13 @@ def split(generation: int, step: int, transfer_s: tuple[float, ...], idle_s: tup
 def test_shares_are_of_all_steps_of_the_newest_generation_that_were_looked_at() -> None:
     waits = Waits()
     assert waits.describe() is None
-    waits.take(split(3, 4, (1.0, 0.0), (1.0, 0.0)))
-    waits.take(split(3, 9, (2.0, 0.0), (0.0, 0.0)))
+    waits.add_split(split(3, 4, (1.0, 0.0), (1.0, 0.0)))
+    waits.add_split(split(3, 9, (2.0, 0.0), (0.0, 0.0)))
     told = {"generation": 3, "step": 9, "looks": 2, "uncertain_s": 9 / 1024, "transfer_share": [0.75, 0.0]}
     assert waits.describe() == told
-    waits.take(split(2, 3, (9.0, 9.0), (0.0, 0.0)))  # the last step before the morph, which comes late
+    waits.add_split(split(2, 3, (9.0, 9.0), (0.0, 0.0)))  # the last step before the morph, which comes late
     assert waits.describe() == told
-    waits.take(split(4, 12, (0.0,), (5.0,)))
+    waits.add_split(split(4, 12, (0.0,), (5.0,)))
     assert waits.describe() == {
         "generation": 4,
         "step": 12,

@@ -33,7 +33,7 @@ class Disk:
         self.frees_after: int | None = None
         self.now_s = 0.0
         self.journal = Journal(folder, json_log, sleep=self.sleep, say=self.say, clock=lambda: self.now_s, **more)
-        self.journal.begin("run")
+        self.journal.begin_run("run")
 
     def say(self, text: str) -> None:
         self.said.append(text)
@@ -200,7 +200,7 @@ def test_a_restart_reads_what_counts_however_long_the_run(tmp_path: Path) -> Non
     """The newest steps, the first of each generation, and all that is rare."""
     journal = Journal(tmp_path, None)
     assert journal.is_new
-    journal.begin("run")
+    journal.begin_run("run")
     assert not journal.is_new
     for generation in range(3):
         journal.append(Notice(text=f"before {generation}"))
@@ -251,7 +251,7 @@ def test_a_log_of_somebody_elses_is_not_cut(tmp_path: Path, before: str, after: 
     log = tmp_path / "log.jsonl"
     log.write_text(before)
     journal = Journal(tmp_path, log)
-    journal.begin("run")
+    journal.begin_run("run")
     journal.append(recorded(0, 1.0))
     journal.close()
     assert log.read_text().startswith(after + '{"step": 0')
@@ -303,7 +303,7 @@ def test_a_step_that_its_journal_could_not_take_is_in_the_log_once(tmp_path: Pat
 def test_a_step_that_a_power_cut_took_from_the_journal_alone_is_in_the_log_once(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     first = Journal(tmp_path, log)
-    first.begin("run")
+    first.begin_run("run")
     for step in range(4):
         first.append(recorded(step, 1.0))
     first._database.execute("DELETE FROM events WHERE id > 2")

@@ -21,7 +21,7 @@ OVER = RunEnded(exit_code=3, text="no plan fits")
 def journal(tmp_path: Path) -> Journal:
     journal = Journal(tmp_path, None)
     for run in ("old", "new"):
-        journal.begin(run)
+        journal.begin_run(run)
         for event in eventful():
             journal.append(event)
     return journal
@@ -43,7 +43,7 @@ def test_the_end_of_a_run_is_read_from_its_last_row(journal: Journal, tmp_path: 
     assert ending(tmp_path) is None
     journal.append(OVER)
     assert ending(tmp_path) == OVER
-    journal.begin("another one")
+    journal.begin_run("another one")
     assert ending(tmp_path) is None
     journal.close()
     with pytest.raises(UsageError, match="there is no run in"):

@@ -77,7 +77,7 @@ def test_a_run_that_goes_on_is_left_to_the_varuna_that_it_began_with(
     folder = tmp_path / "run"
     folder.mkdir()
     journal = Journal(folder, None)
-    journal.begin("run-1")
+    journal.begin_run("run-1")
     journal.keep_job(Driver(FleetConfig(workers=1)).job, version, wire or wire_digest())
 
     def manager() -> ManagerService[ClusterWorkers]:

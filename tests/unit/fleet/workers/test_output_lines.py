@@ -16,7 +16,7 @@ def test_what_goes_in_comes_out_in_lines_wherever_the_pipe_was_cut(parts: list[b
         step = cuts.randint(1, 5000)
         found += lines.feed(stream[at : at + step])
         at += step
-    rest = lines.rest()
+    rest = lines.unfinished_line()
     assert b"".join(found) + rest == stream
     assert all(0 < len(line) <= LINE_BYTES for line in found)
     assert all(line.endswith((b"\n", b"\r")) or len(line) == LINE_BYTES for line in found)
@@ -27,7 +27,7 @@ def test_a_progress_bar_is_lines_too_and_an_end_of_two_bytes_is_one_end() -> Non
     lines = Lines()
     assert lines.feed(b"10%\r20%\r") == [b"10%\r"]  # what follows may belong to it
     assert lines.feed(b"\nend\r\nmore") == [b"20%\r\n", b"end\r\n"]
-    assert lines.rest() == b"more"
+    assert lines.unfinished_line() == b"more"
 
 
 def test_the_newest_lines_are_kept_within_bounds_of_number_and_of_bytes() -> None:

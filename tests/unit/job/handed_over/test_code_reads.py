@@ -43,5 +43,5 @@ def test_an_attribute_that_is_read_after_an_assignment_is_found(
     if is_fused:
         monkeypatch.setattr(dis, "get_instructions", fused)
     reads = Reads()
-    reads.follow(Counted(), "dataset")
+    reads.follow_reads(Counted(), "dataset")
     assert "dataset.level" in [place.name for place in reads.found()]

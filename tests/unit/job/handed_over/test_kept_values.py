@@ -170,7 +170,7 @@ def test_nothing_of_a_capture_is_left_in_what_a_loss_keeps() -> None:
     with handed.script():
         pass
     assert (log, meter.sum, meter.number, stats) == ([0.5], 0.0, 0, {})
-    with handed.aside():  # an evaluation may run it
+    with handed.unwatched():  # an evaluation may run it
         loss()
     assert (log, meter.sum, meter.number, stats) == ([0.5], 0.0, 0, {})
 
@@ -187,7 +187,7 @@ def test_what_a_hook_keeps_for_the_loss_is_no_change_of_the_scripts() -> None:
     handed.before_capture()
     model(torch.ones(1, 2))  # as the capture does
     handed.begin()
-    with torch.no_grad(), handed.aside():
+    with torch.no_grad(), handed.unwatched():
         model(torch.ones(1, 2))
     with handed.script():
         pass
@@ -253,7 +253,7 @@ def test_two_who_hide_the_same_place_leave_what_was_there() -> None:
     one.__enter__()
     two.__enter__()
     one.__exit__(None, None, None)
-    with handed[0].aside():
+    with handed[0].unwatched():
         loss()
     two.__exit__(None, None, None)
     assert (log, meter.number, meter.sum) == ([0.5], 0, 0.0)

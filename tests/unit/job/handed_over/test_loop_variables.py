@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from varuna.job.handed_over.loop_variables import carried
+from varuna.job.handed_over.loop_variables import carried_names
 
 KEPT: list[Any] = []
 
@@ -24,7 +24,7 @@ class Stopper:
 def steps(found: list[str]) -> Iterator[float]:
     """Yield steps as the Trainer does, and look at the loop once in the middle of it."""
     for loss in (2.0, 1.0):
-        found[:] = carried(sys._getframe(1), KEPT)
+        found[:] = carried_names(sys._getframe(1), KEPT)
         yield loss
 
 

@@ -14,9 +14,9 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from varuna import UsageError
 from varuna.engine.stage.optimizer import call_before_step
-from varuna.job.built import fill
+from varuna.job.built import fill_module
 from varuna.job.handed_over import watching
-from varuna.job.handed_over.marks import mark
+from varuna.job.handed_over.marks import mark_of
 from varuna.job.handed_over.watching import (
     AFTER_STEP,
     BEFORE_STEP,
@@ -388,7 +388,7 @@ def test_what_runs_in_every_step_may_change_its_own_values() -> None:
 def test_functions_that_run_within_a_step_use_what_they_are_given_and_varuna_itself_may_touch_the_model() -> None:
     script = Script()
     handed = script.handed()
-    fill(script.model, {"head.bias": torch.zeros(2)})
+    fill_module(script.model, {"head.bias": torch.zeros(2)})
     named = list(script.model.named_parameters())
 
     def sizes(given: Any) -> None:
@@ -486,9 +486,9 @@ def test_a_table_of_functions_costs_a_comparison_and_no_mark_until_it_changes(mo
 
     def noted(value: Any, *more: Any) -> Any:
         marked.append(value)
-        return mark(value, *more)
+        return mark_of(value, *more)
 
-    monkeypatch.setattr(watching, "mark", noted)
+    monkeypatch.setattr(watching, "mark_of", noted)
     with handed.script():
         pass
     handed.check(None)

@@ -204,7 +204,7 @@ def test_the_rotary_table_of_llama_survives(tmp_path: Path) -> None:
 def test_the_whole_model_for_tools_has_the_files_values(tmp_path: Path) -> None:
     model = tiny_gpt2()
     model.save_pretrained(tmp_path)  # type: ignore[operator]
-    assert same(of(pretrained(tiny_gpt2, tmp_path).whole().module), of(model))
+    assert same(of(pretrained(tiny_gpt2, tmp_path).whole_model().module), of(model))
 
 
 def test_a_large_model_is_not_built_for_the_check(monkeypatch: pytest.MonkeyPatch) -> None:

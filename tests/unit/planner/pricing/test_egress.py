@@ -30,7 +30,7 @@ def test_nothing_leaves_one_region() -> None:
 
 
 def test_messages_of_a_pipeline_over_both_count() -> None:
-    plan = best_plan(asked({A: 2}, known(), stages=2)).each(device_class="", stage_classes=(A, B))
+    plan = best_plan(asked({A: 2}, known(), stages=2)).with_each_pipeline(device_class="", stage_classes=(A, B))
     figures, cut = profile(known().first, plan.micro_batch), plan.first.starts[1] - 1
     assert crossing_bytes(plan, known().first, regions(plan)) == pytest.approx(
         {

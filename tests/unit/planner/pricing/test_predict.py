@@ -162,7 +162,7 @@ def test_long_steps_are_extrapolated_within_two_percent(policy: str, link: LinkC
     even = uniform(stages, link=link)
     costs = PipelineCosts(stages=(*even.stages[:2], slow, *even.stages[3:]), links=even.links)
     chosen = plan(tuple(range(stages)), stages, micro_batches=8000 // stages, policy=policy)
-    split = chosen.each(split_last=stages if policy == "adaptive" else 0)
+    split = chosen.with_each_pipeline(split_last=stages if policy == "adaptive" else 0)
     full = simulate(
         costs,
         micro_batches=8000 // stages,

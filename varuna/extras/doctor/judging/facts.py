@@ -51,7 +51,7 @@ class FolderFacts(Value):
 
 
 class StoreStep(Value):
-    """One operation on the store of checkpoints."""
+    """An operation on the store of checkpoints."""
 
     name: str
     took_s: float
@@ -64,7 +64,7 @@ class StoreFacts(Value):
     url: str
     steps: tuple[StoreStep, ...] = ()
     shared: bool | None = None
-    """whether it has what the first machine wrote; None: nobody asked"""
+    """whether it has what the first machine wrote; None: it was not asked"""
 
 
 class LimitFacts(Value):
@@ -147,7 +147,7 @@ class FleetSums(Value):
 
 
 class FleetFacts(Value):
-    """All machines that have met, in the order in which they came."""
+    """The machines that have met, in the order in which they came."""
 
     wanted: int
     machines: tuple[MachineFacts, ...]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 NAMED = 6
-"""Of what a finding is about, at most so many are named."""
+"""Most subjects of a finding that are named."""
 
 
 class Severity(Enum):
@@ -29,27 +29,27 @@ class Finding:
 
 
 def ok(subject: str, text: str) -> Finding:
-    """Nothing to do."""
+    """Make a finding that nothing is to be done."""
     return Finding(Severity.OK, subject, text)
 
 
 def warning(subject: str, text: str, remedy: str) -> Finding:
-    """A run works, but not as well as it could, or not for long."""
+    """Make a finding that a run works, but not as well as it could, or not for long."""
     return Finding(Severity.WARNING, subject, text, remedy)
 
 
 def fault(subject: str, text: str, remedy: str) -> Finding:
-    """A run fails."""
+    """Make a finding that a run fails."""
     return Finding(Severity.FAULT, subject, text, remedy)
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:
-    """Whether nothing is broken; warnings do not count."""
+    """Return whether nothing is broken; warnings do not count."""
     return all(finding.level is not Severity.FAULT for finding in findings)
 
 
 def listed(names: Sequence[str]) -> str:
-    """``"a, b and c"``."""
+    """Join names as ``"a, b and c"``."""
     if len(names) > NAMED:
         return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
     return ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else names[0]

@@ -28,7 +28,7 @@ def judge_fleet(facts: FleetFacts) -> tuple[Finding, ...]:
 
 
 def judge_links(facts: FleetFacts) -> tuple[Finding, ...]:
-    """Whether all can talk to all, and how fast."""
+    """Judge whether all can talk to all, and how fast."""
     return (*_reaches(facts), *_speeds(facts), *judge_pauses(facts), *_sums(facts))
 
 

@@ -25,7 +25,7 @@ _KINDS = 4
 
 
 def judge_machine(facts: MachineFacts) -> tuple[Finding, ...]:
-    """Findings of all checks, in the order in which a person would want to read them."""
+    """Return the findings of all checks, in the order in which a person would want to read them."""
     checks: tuple[Callable[[MachineFacts], list[Finding]], ...] = (
         *(_python, _torch, _gpus, _loopback, _memory, _limits, _address, _folders, _store, _cloud),
     )
@@ -33,7 +33,7 @@ def judge_machine(facts: MachineFacts) -> tuple[Finding, ...]:
 
 
 def speed(bytes_per_s: float) -> str:
-    """As ``format_line``, of bytes."""
+    """Format bytes per second as ``format_line`` does."""
     return format_line(8 * bytes_per_s)
 
 
@@ -199,7 +199,7 @@ def _folders(facts: MachineFacts) -> list[Finding]:
 
 
 def is_full(free_bytes: int, size_bytes: int) -> bool:
-    """Whether a disk counts as full: less than 16 MiB are free, or, of a small one, 2 %."""
+    """Return whether a disk counts as full: less than 16 MiB are free, or, of a small one, 2 %."""
     return free_bytes < min(_FULL_BYTES, _FULL_SHARE * size_bytes)
 
 

@@ -15,7 +15,7 @@ _MUCH_S = 5e-3
 
 
 def judge_pauses(facts: FleetFacts) -> Iterator[Finding]:
-    """Links between far machines: on those a message takes noticeably longer after a pause."""
+    """Judge links between far machines, on which a message takes noticeably longer after a pause."""
     slowly = {machine.name for machine in facts.machines if machine.starts_slowly}
     late = [
         (seconds, a, b, link)
@@ -36,7 +36,7 @@ def judge_pauses(facts: FleetFacts) -> Iterator[Finding]:
 
 
 def lost_s(link: LinkFacts, *, first_bytes: float = FIRST_BYTES) -> float:
-    """Seconds that a message loses after a pause of some seconds: less after a shorter one, none after 0.2 s.
+    """Return the seconds that a message loses after a pause of seconds: fewer after a shorter one, none after 0.2 s.
 
     What may be under way begins anew, and doubles with each round trip until it is enough.
     """

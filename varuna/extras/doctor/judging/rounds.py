@@ -2,10 +2,12 @@
 
 
 def opponents(rank: int, size: int) -> tuple[int, ...]:
-    """All others, in the order of a tournament in which everybody plays in each round (the circle method).
+    """Return all others, in the order of a tournament in which each plays in every round (the circle method).
 
-    With an odd number one rests in each round, so that for example 0, 1 and 2 play 1-2, 2-0, 0-1.
+    With an odd number one rests in each round, so that for example 0, 1 and 2 play 1-2, 0-1, 2-0.
     """
+    # in turn t meet the ranks whose sum is t modulo places - 1; the one that would meet itself meets the fixed last
+    # one, which stands for a rest where the number of machines is odd
     places = size + size % 2
     fixed = places - 1
     found = []

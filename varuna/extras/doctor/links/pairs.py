@@ -42,7 +42,7 @@ class MeetingKeys:
         self._found: dict[str, bytes] = {}
 
     def below(self, name: str) -> "MeetingKeys":
-        """A store of its own, in this one: torch's own prefixes cannot be nested over a store in Python."""
+        """Return a store of its own, in this one: torch's own prefixes cannot be nested over a store in Python."""
         return MeetingKeys(self._remote, f"{self._prefix}{name}/")
 
     def set(self, key: str, value: bytes | str) -> None:
@@ -53,11 +53,11 @@ class MeetingKeys:
             raise RuntimeError(f"the first machine refused {key}")
 
     def get(self, key: str) -> bytes:
-        """A value that ``check`` has found."""
+        """Return a value that ``check`` has found."""
         return self._found[key]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all are there; waits a moment for those that are not."""
+        """Return whether all keys are there; wait a moment for those that are not."""
         for key in keys:
             if key not in self._found:
                 answer = self._remote.get(f"/keys/{self._prefix}{key}")
@@ -67,7 +67,7 @@ class MeetingKeys:
         return True
 
     def come(self, what: str, rank: int, others: Sequence[int]) -> None:
-        """Return once these others are there too, and not busy with somebody else.
+        """Return once these others are there too, and not busy with another one.
 
         Raises:
             RuntimeError: one is gone, or does not come within a bound.
@@ -121,7 +121,7 @@ def pair(stores: Callable[[str], Any], place: int, address: str) -> LinkFacts:
         address: to bind to.
 
     Raises:
-        RuntimeError: the link broke, or nobody came.
+        RuntimeError: the link broke, or the other did not come.
     """
     traffic = TransferPaths()
     peers = Peers(stores("middle"), place, 2, address, _PACE)
@@ -129,7 +129,7 @@ def pair(stores: Callable[[str], Any], place: int, address: str) -> LinkFacts:
     if peers.agree(_took_s(samples, _MIDDLE_BYTES)) < _FAST_S:
         samples += Peers(stores("large"), place, 2, address, _PACE).messages((_SMALL_BYTES, _LARGE_BYTES), traffic)
     size = max(sample[0] for sample in samples)
-    peers.meet()  # nobody leaves while the other still receives
+    peers.meet()  # neither leaves while the other still receives
     return LinkFacts(latency_s=_took_s(samples, _SMALL_BYTES), bytes_per_s=size / max(_took_s(samples, size), 1e-9))
 
 
@@ -147,7 +147,7 @@ def _tcp_sum(store: Any, ask: LinkOrder) -> FleetSums:
 
 
 def _nccl_sum(store: Any, ask: LinkOrder) -> FleetSums:
-    """By torch's own group, since ``links="nccl"`` needs another package; the first GPU of each machine takes part."""
+    """Sum with torch's own group, as ``links="nccl"`` needs another package, on each machine's first GPU."""
     import os
 
     if name := interface_with(ask.address):

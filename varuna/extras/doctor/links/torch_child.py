@@ -45,7 +45,7 @@ class TorchChild:
             return TorchFacts(problem=f"torch cannot be imported: {self._end()}")
 
     def links(self, ask: LinkOrder, bound_s: float) -> tuple[dict[str, LinkFacts], tuple[FleetSums, ...]]:
-        """Links from other machines, by their names, and sums over all; what is missing in the end is named."""
+        """Return links from other machines, by their names, and sums over all; what is missing in the end is named."""
         deadline_s, doing = time.monotonic() + bound_s, ""
         links: dict[str, LinkFacts] = {}
         sums: list[FleetSums] = []
@@ -77,7 +77,7 @@ class TorchChild:
         return links, tuple(sums)
 
     def close(self) -> None:
-        """End it for certain."""
+        """End the process for certain."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
@@ -97,14 +97,14 @@ class TorchChild:
         self._lines.put("")
 
     def _next(self, bound_s: float) -> str | None:
-        """A line; empty at its end; None after the bound."""
+        """Return the next line; empty at the process's end, None after the bound."""
         try:
             return self._lines.get(timeout=bound_s)
         except queue.Empty:
             return None
 
     def _end(self) -> str:
-        """Its last words."""
+        """Return the process's last words."""
         try:
             code = self._process.wait(2.0)
         except subprocess.TimeoutExpired:

@@ -37,7 +37,7 @@ def main() -> None:
         try_links(LinkOrder.model_validate_json(asked), tell)
         print(json.dumps({"peer": "", "found": None}), file=out)
     out.flush()
-    os._exit(0)  # threads may still wait for somebody who is gone
+    os._exit(0)  # threads may still wait for a machine that is gone
 
 
 def _torch() -> TorchFacts:
@@ -80,7 +80,7 @@ def _gpus() -> tuple[int, str]:
 
 
 def _local_link() -> LinkFacts:
-    """Two members on loopback, as workers of one machine are."""
+    """Try two members on loopback, as workers of one machine are."""
     from varuna.engine.base.transport import local_store, prefixed
     from varuna.extras.doctor.links.pairs import pair
 

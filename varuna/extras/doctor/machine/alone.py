@@ -1,4 +1,4 @@
-"""One machine, with nobody to meet."""
+"""One machine, which meets no other."""
 
 import secrets
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from varuna.core.errors import FleetError, UsageError
 from varuna.extras.doctor.judging.facts import MachineFacts
 from varuna.extras.doctor.links.torch_child import TorchChild
-from varuna.extras.doctor.machine.look import Wanted, look, owner_here
+from varuna.extras.doctor.machine.look import Wanted, look_at_machine, owner_here
 from varuna.extras.doctor.machine.store_probe import remove_mark
 from varuna.fleet.net.serving import bind
 from varuna.store.opening import is_local, location
@@ -28,7 +28,7 @@ def look_alone(checkpoints: str = "", interface: str = "") -> MachineFacts:
     mark = secrets.token_hex(6)
     child = TorchChild()
     try:
-        return look(child, Wanted(checkpoints=place, mark=mark, owner=owner_here(), address=interface))
+        return look_at_machine(child, Wanted(checkpoints=place, mark=mark, owner=owner_here(), address=interface))
     finally:
         child.close()
         if place:
@@ -54,7 +54,7 @@ def check_interface(interface: str) -> None:
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove a folder that this check has made, unless somebody uses it already."""
+    """Remove a folder that this check has made, unless it is in use already."""
     try:
         folder.rmdir()
     except OSError:

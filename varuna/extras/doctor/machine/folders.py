@@ -27,7 +27,7 @@ def look_at_folders(places: dict[str, Path], needed: Container[str]) -> tuple[Fo
     deadline_s = time.monotonic() + BOUND_S
     for use, path, work in looking:
         try:
-            facts = work.take(max(0.0, deadline_s - time.monotonic()))
+            facts = work.result(max(0.0, deadline_s - time.monotonic()))
         except TimeoutError:
             problem = f"it did not answer within {BOUND_S:.0f} s: a network drive that is away?"
             facts = FolderFacts(use=use, path=str(path), problem=problem)
@@ -49,7 +49,7 @@ def _distinct(places: dict[str, Path]) -> Iterable[tuple[str, Path]]:
 
 
 def _existing(path: Path) -> Path:
-    """The folder, or the nearest one above it that is there: a run makes the rest."""
+    """Return the folder, or the nearest one above it that is there: a run makes the rest."""
     return next((each for each in (path.absolute(), *path.absolute().parents) if each.exists()), path)
 
 

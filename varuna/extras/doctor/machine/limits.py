@@ -13,7 +13,7 @@ _ENDLESS_BYTES = 1 << 60
 
 
 def look_at_limits(root: Path = Path("/")) -> LimitFacts:
-    """This process's machine; ``root`` is where its file systems are."""
+    """Read the limits of this process's machine; ``root`` is where its file systems are."""
     memory = _meminfo(root / "proc" / "meminfo")
     container_bytes, used_bytes = _container_memory(root)
     available = memory.get("MemAvailable")
@@ -40,13 +40,13 @@ def _cpus() -> int:
 
 
 def _hard(kind: int) -> int | None:
-    """Varuna raises the soft limit itself, as far as this one lets it."""
+    """Return the hard limit: Varuna raises the soft one itself, up to this."""
     _, hard = resource.getrlimit(kind)
     return None if hard == resource.RLIM_INFINITY else hard
 
 
 def _meminfo(path: Path) -> dict[str, int]:
-    """In bytes."""
+    """Return the numbers of a meminfo file by name, in bytes."""
     try:
         rows = (line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
         return {name: int(value.split()[0]) * 1024 for name, value in rows if value.split()}
@@ -55,7 +55,7 @@ def _meminfo(path: Path) -> dict[str, int]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of this process's control groups, from its own to the topmost, in both versions."""
+    """List folders of this process's control groups, from its own to the topmost, in both versions."""
     try:
         lines = (root / "proc" / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -89,7 +89,7 @@ def _least(root: Path, controller: str, *names: str) -> int | None:
 
 
 def _container_memory(root: Path) -> tuple[int | None, int | None]:
-    """The smallest limit, and what is in use of it, without the files that could be dropped."""
+    """Return the smallest limit, and what is in use of it, without the files that could be dropped."""
     found = [
         (numbers[0], folder)
         for folder, numbers in _numbers(root, "memory", "memory.max", "memory.limit_in_bytes")

@@ -29,7 +29,7 @@ _MIB = 1 << 20
 
 
 def look_at_gpus(root: Path = Path("/")) -> tuple[tuple[GpuFacts, ...], str]:
-    """GPUs, and why there are none although the machine has one; ``root`` is where /sys is."""
+    """Return GPUs, and why there are none although the machine has one; ``root`` is where /sys is."""
     on_bus = _on_bus(root / "sys" / "bus" / "pci" / "devices")
     there = f"{on_bus} of NVIDIA's GPUs on the bus, but " if on_bus else ""
     if shutil.which("nvidia-smi") is None:
@@ -92,7 +92,7 @@ def look_at_cloud(root: Path = Path("/"), among: Sequence[CloudNotices] | None =
     deadline_s, answers = time.monotonic() + BOUND_S, ""
     for name, work in asking:
         try:
-            answers = answers or (name if work.take(max(0.0, deadline_s - time.monotonic())) else "")
+            answers = answers or (name if work.result(max(0.0, deadline_s - time.monotonic())) else "")
         except TimeoutError:
             continue
     return CloudFacts(vendor=_vendor(root), answers=answers)
@@ -131,7 +131,7 @@ class Wanted:
     address: str = ""
 
 
-def look(child: TorchChild, wanted: Wanted) -> MachineFacts:
+def look_at_machine(child: TorchChild, wanted: Wanted) -> MachineFacts:
     """Look at this machine.
 
     Raises:
@@ -147,7 +147,7 @@ def look(child: TorchChild, wanted: Wanted) -> MachineFacts:
     store: StoreFacts | None = None
     if place:
         store = try_store(place, mark=wanted.mark, owner=wanted.owner, seeks_mark=wanted.seeks_mark)
-    found_gpus, gpu_problem = gpus.take(_PART_S)
+    found_gpus, gpu_problem = gpus.result(_PART_S)
     return MachineFacts(
         name=socket.gethostname(),
         varuna=__version__,
@@ -158,16 +158,16 @@ def look(child: TorchChild, wanted: Wanted) -> MachineFacts:
         gpus=found_gpus,
         gpu_problem=gpu_problem,
         visible_gpus=visible_gpus(),
-        folders=folders.take(_PART_S),
+        folders=folders.result(_PART_S),
         store=store,
         limits=look_at_limits(),
         starts_slowly=starts_slowly(),
-        cloud=cloud.take(_PART_S),
+        cloud=cloud.result(_PART_S),
     )
 
 
 def starts_slowly(root: Path = Path("/")) -> bool:
-    """Whether TCP begins anew after a pause, as Linux does by default; ``root`` is where file systems are."""
+    """Return whether TCP begins anew after a pause, as Linux does by default; ``root`` is where file systems are."""
     try:
         return (root / "proc" / "sys" / SETTING.replace(".", "/")).read_text().strip() == "1"
     except OSError:
@@ -176,12 +176,12 @@ def starts_slowly(root: Path = Path("/")) -> bool:
 
 def _resolved(work: Bounded[str]) -> str:
     try:
-        return work.take(2.0)
+        return work.result(2.0)
     except (OSError, TimeoutError):
         return ""
 
 
 def owner_here() -> str:
-    """A name for this process in a store, which no other on any machine has."""
+    """Return a name for this process in a store, which no other on any machine has."""
     host = "".join(letter for letter in socket.gethostname() if letter.isalnum())
     return f"{host[:40]}{os.getpid()}"

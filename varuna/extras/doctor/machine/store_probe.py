@@ -37,7 +37,7 @@ def try_store(place: str, *, mark: str, owner: str, seeks_mark: bool) -> StoreFa
     steps: list[StoreStep] = []
     work = Bounded(lambda: _try(place, f"{_FOLDER}-{mark}", owner, steps, seeks_mark))
     try:
-        shared = work.take(BOUND_S)
+        shared = work.result(BOUND_S)
     except TimeoutError:
         problem = f"no answer within {BOUND_S:.0f} s"
         return StoreFacts(url=place, steps=(*steps, StoreStep(name=_next(steps), took_s=BOUND_S, problem=problem)))
@@ -58,7 +58,7 @@ def put_mark(place: str, mark: str) -> None:
 def remove_mark(place: str, mark: str) -> None:
     """Remove all that this check has written, if that is possible."""
     try:
-        Bounded(lambda: open_once(place).remove_folder(f"{_FOLDER}-{mark}")).take(BOUND_S)
+        Bounded(lambda: open_once(place).remove_folder(f"{_FOLDER}-{mark}")).result(BOUND_S)
     except (VarunaError, OSError, TimeoutError):
         return  # trying the store has said so
 

@@ -18,7 +18,7 @@ from varuna.process.bounded import Bounded
 from varuna.store.opening import is_local, location
 
 ARRIVAL_S = 600.0
-"""For somebody to start the command on all machines."""
+"""Seconds for a person to start the command on all machines."""
 _FAREWELL_S = 3.0
 _EVERY_S = 0.1
 _PHASES = {"reach": "connecting all machines to all", "links": "measuring links", "done": "done"}
@@ -75,7 +75,7 @@ def convene(
         own = Bounded(lambda: Guest(remote, address, tell, is_first=True).attend())
         _conduct(meeting, asked, tell, own)
         facts = meeting.facts()
-        meeting.settle(judge(facts))
+        meeting.tell_verdict(judge(facts))
         until_s = time.monotonic() + _FAREWELL_S
         while not meeting.all_told() and time.monotonic() < until_s:
             time.sleep(_EVERY_S)
@@ -89,7 +89,7 @@ def convene(
 
 
 def _conduct(meeting: MachineMeeting, asked: Convening, tell: Callable[[str], None], own: Bounded[Next]) -> None:
-    """Until all is done."""
+    """Conduct the meeting until all is done."""
     until_s, phase, came = time.monotonic() + asked.arrival_s, "gather", 0
     while phase != "done":
         time.sleep(_EVERY_S)
@@ -111,7 +111,7 @@ def _conduct(meeting: MachineMeeting, asked: Convening, tell: Callable[[str], No
 def _check(own: Bounded[Next]) -> None:
     """Raise what ended this machine's own part."""
     try:
-        own.take(0.0)
+        own.result(0.0)
     except TimeoutError:
         return
     raise FleetError("this machine ended its part of the check too early. Start it again.")
@@ -119,6 +119,6 @@ def _check(own: Bounded[Next]) -> None:
 
 def _mark(place: str, mark: str) -> None:
     try:
-        Bounded(lambda: put_mark(place, mark)).take(10.0)
+        Bounded(lambda: put_mark(place, mark)).result(10.0)
     except (VarunaError, OSError, TimeoutError):
         return  # trying the store, which comes next, says why

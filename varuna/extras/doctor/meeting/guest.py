@@ -17,7 +17,7 @@ from varuna.core.value import Value
 from varuna.core.version import __version__
 from varuna.extras.doctor.judging.facts import LinkOrder, MachineFacts, ReachFacts
 from varuna.extras.doctor.links.torch_child import TorchChild
-from varuna.extras.doctor.machine.look import Wanted, look, owner_here
+from varuna.extras.doctor.machine.look import Wanted, look_at_machine, owner_here
 from varuna.extras.doctor.meeting.meeting import LINKS_S, SILENT_S, Arrival, CheckPlan, MeetingRequest, Next, Report
 from varuna.fleet.net.client import ManagerRemote, UnreachableError, reason
 from varuna.fleet.net.serving import bind
@@ -72,7 +72,7 @@ def try_all(doors: Mapping[str, tuple[str, int]], secret: str, source: str) -> d
     deadline_s = time.monotonic() + 3 * CONNECT_S
     for name, work in trying.items():
         try:
-            found[name] = work.take(max(0.0, deadline_s - time.monotonic()))
+            found[name] = work.result(max(0.0, deadline_s - time.monotonic()))
         except TimeoutError:
             found[name] = ReachFacts(problem=f"no answer within {3 * CONNECT_S:.0f} s")
     return found
@@ -164,7 +164,7 @@ class Guest:
                 seeks_mark=not self._is_first,
                 address=self._address,
             )
-            facts = look(child, wanted).model_copy(update={"clock_ahead_s": ahead_s})
+            facts = look_at_machine(child, wanted).model_copy(update={"clock_ahead_s": ahead_s})
             on_facts(facts)
             door = ProbePort(self._address, self._remote.token)
             return self._stay(facts, door, child)
@@ -247,7 +247,7 @@ class Guest:
                     raise FleetError(f"the first machine did not go on within {_GIVE_UP_S / 60:.0f} minutes")
 
     def _listen(self, rank: int) -> None:
-        """LinkOrder what comes next, again and again; this is also how the meeting hears that this machine lives."""
+        """Ask what comes next, again and again; this is also how the meeting hears that this machine lives."""
         heard_s, came = time.monotonic(), -1
         while not self._closed.wait(_EVERY_S):
             try:

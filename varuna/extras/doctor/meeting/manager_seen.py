@@ -22,10 +22,10 @@ class Answering(NamedTuple):
 
 
 def find(invitation: JoinString) -> Answering:
-    """See who is there.
+    """Find the program that answers there.
 
     Raises:
-        FleetError: nobody, or somebody else than the JOIN string says.
+        FleetError: no program answers, or another one than the JOIN string says.
     """
     certificate_pem = fetch_certificate(invitation)
     remote = ManagerRemote(invitation.host, invitation.port, certificate_pem, invitation.token)
@@ -34,7 +34,7 @@ def find(invitation: JoinString) -> Answering:
 
 
 def judge_manager(invitation: JoinString, remote: ManagerRemote) -> tuple[Finding, ...]:
-    """Whether an agent on this machine could join."""
+    """Judge whether an agent on this machine could join."""
     taken_s = []
     ahead_s = 0.0
     for _ in range(_READINGS):
@@ -56,6 +56,6 @@ def judge_manager(invitation: JoinString, remote: ManagerRemote) -> tuple[Findin
 
 
 def unreachable(error: FleetError) -> Finding:
-    """Nobody, or somebody else, is there."""
+    """Make the finding that no program, or another one, answers there."""
     remedy = "Open the manager's port for this machine, and start the manager with --host 0.0.0.0."
     return fault("manager", str(error), remedy if isinstance(error, UnreachableError) else "")

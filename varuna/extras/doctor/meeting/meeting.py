@@ -24,7 +24,7 @@ from varuna.extras.doctor.judging.facts import FleetFacts, FleetSums, LinkFacts,
 from varuna.fleet.net.ca import open_authority
 from varuna.fleet.net.connection_limits import welcome
 from varuna.fleet.net.join_string import JoinString
-from varuna.fleet.net.requests import bearer, read_body, same
+from varuna.fleet.net.requests import bearer, is_same_token, read_body
 from varuna.fleet.net.serving import Serving
 
 SILENT_S = 6.0
@@ -79,7 +79,7 @@ class Next(Value):
 
 
 class CheckPlan(Value):
-    """For a machine that comes: what it needs to know before it looks at itself."""
+    """The settings that a machine which comes needs before it looks at itself."""
 
     mark: str
     """names the folder of this check in the store"""
@@ -132,11 +132,11 @@ class MachineMeeting:
 
     @property
     def certificate_pem(self) -> str:
-        """Of this meeting's own authority."""
+        """The certificate of this meeting's own authority."""
         return self._authority.certificate_pem
 
     def invitation(self, host: str) -> JoinString:
-        """The JOIN string for all machines, which reach this one at ``host``."""
+        """Return the JOIN string for all machines, which reach this one at ``host``."""
         return JoinString(host=host, port=self.port, fingerprint=self._authority.fingerprint, token=self.token)
 
     def close(self) -> None:
@@ -155,18 +155,18 @@ class MachineMeeting:
             if self._phase == "gather":
                 self._enter("reach", REACH_S)
 
-    def settle(self, healthy: bool) -> None:
-        """Tell everybody the verdict."""
+    def tell_verdict(self, healthy: bool) -> None:
+        """Tell all machines the verdict."""
         with self._lock:
             self._healthy = healthy
 
     def all_told(self) -> bool:
-        """Whether everybody who is there has asked since the verdict, or is gone."""
+        """Return whether every machine that is there has asked since the verdict, or is gone."""
         with self._lock:
             return self._healthy is not None and not [r for r in self._present() if r not in self._told]
 
     def facts(self) -> FleetFacts:
-        """All that is known now."""
+        """Return all that is known now."""
         with self._lock:
             names = [each.facts.name for each in self._machines]
             sums = {names[rank]: found["links"].sums for rank, found in self._reports.items() if "links" in found}
@@ -181,7 +181,7 @@ class MachineMeeting:
             )
 
     def advance(self) -> str:
-        """Go on when everybody who is there has reported, or the time is up; returns the phase."""
+        """Begin the next phase when all that are there have reported, or the time is up; return the phase."""
         with self._lock:
             now_s = self._clock()
             if self._phase == "done":
@@ -249,7 +249,7 @@ class MachineMeeting:
         )
 
     def _arrive(self, arrival: Arrival) -> tuple[int, str]:
-        """Its rank and its name, which nobody else has; -1 if it is too late."""
+        """Return the rank and the unique name of a machine that comes; -1 if it is too late."""
         if self._phase != "gather":
             return -1, ""
         taken, name, number = set(self.names()), arrival.facts.name, 2
@@ -278,7 +278,7 @@ class MachineMeeting:
 
     def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def checked(request: Request) -> Response:
-            if not same(bearer(request.headers.get("authorization", "")), self.token):
+            if not is_same_token(bearer(request.headers.get("authorization", "")), self.token):
                 return _error(401, "this JOIN string is of another check: use the one that was printed last")
             welcome(request)
             return await answer(request)
@@ -339,7 +339,7 @@ class MachineMeeting:
         return JSONResponse({})
 
     async def _get_key(self, request: Request) -> Response:
-        """The value of a key, which may take a moment to come; 410 if the machine that would set it is gone."""
+        """Return the value of a key, which may take a moment to come; 410 if the machine that would set it is gone."""
         key, owner = request.path_params["key"], request.query_params.get("of", "")
         async with self._came:
             try:

@@ -176,7 +176,7 @@ def test_a_store_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytes
 
 def test_work_hands_on_what_it_raised() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
-        Bounded(lambda: int("x")).take(5.0)
+        Bounded(lambda: int("x")).result(5.0)
 
 
 @pytest.mark.parametrize("size", range(1, 12))

@@ -98,7 +98,7 @@ def test_parts_follow_when_all_have_told_and_pairs_are_those_that_connect_both_w
         scene.report(rank, "links", links={"a": LinkFacts(bytes_per_s=1.0)})
     assert scene.meeting.advance() == "done"
     assert scene.next(1).healthy is None
-    scene.meeting.settle(False)
+    scene.meeting.tell_verdict(False)
     assert not scene.meeting.all_told()
     assert [scene.next(rank).healthy for rank in range(3)] == [False] * 3
     assert scene.meeting.all_told()
@@ -139,7 +139,7 @@ def test_a_key_of_somebody_who_is_gone_is_not_waited_for(scene: Scene) -> None:
 def test_a_guest_whose_meeting_ends_says_so(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guests, "SILENT_S", 0.0)
     monkeypatch.setattr(guests, "TorchChild", lambda: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(guests, "look", lambda child, wanted: WELL)
+    monkeypatch.setattr(guests, "look_at_machine", lambda child, wanted: WELL)
     guest = Guest(scene.remote, "127.0.0.1", lambda line: scene.meeting.close())  # once it has come
     with pytest.raises(FleetError, match=r"first machine, at 127\.0\.0\.1:.* stopped answering"):
         guest.attend()

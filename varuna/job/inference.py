@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from varuna.core.errors import ModelError, UsageError
-from varuna.engine.aside.evaluate import EvaluationWork
-from varuna.engine.aside.generate import Continuation
+from varuna.engine.inference.evaluate import EvaluationWork
+from varuna.engine.inference.generate import Continuation
 from varuna.job.arguments import check_whole
 from varuna.job.handed_over.code_reads import seen_by
 from varuna.job.shared_capture import captured_once
@@ -35,7 +35,7 @@ class _Graphs(NamedTuple):
     """those that only it needs"""
 
 
-class Aside:
+class Inference:
     """Describes each piece of work for the engine."""
 
     def __init__(self, spec: JobSpec) -> None:
@@ -61,7 +61,7 @@ class Aside:
                 warn(f"trainer.{method}(...) will be refused where the script calls it: {error}")
 
     def evaluation(self, dataset: Any, examples: int | None, *, step: int, averaged: bool) -> EvaluationWork:
-        """The loss of another dataset, after ``step``.
+        """Describe the work of measuring the loss of another dataset, after ``step``.
 
         Raises:
             UsageError: ``examples`` is out of range.
@@ -75,7 +75,7 @@ class Aside:
     def prediction(
         self, dataset: Any, output: OutputsFunction, examples: int | None, *, step: int, averaged: bool
     ) -> EvaluationWork:
-        """Return what ``output`` makes of another dataset, after ``step``.
+        """Describe the work of computing what ``output`` makes of another dataset, after ``step``.
 
         Raises:
             UsageError, ModelError: as for an evaluation.
@@ -101,7 +101,7 @@ class Aside:
         end: int | None,
         averaged: bool,
     ) -> Continuation:
-        """Texts that the model continues.
+        """Describe the texts that the model continues.
 
         Raises:
             UsageError: an argument is out of range, or a text would be too long.

@@ -1,83 +1,114 @@
-"""Management of machines that come and go, as ``varuna manager`` and ``varuna run --on`` share it."""
+"""Management of a run to its end, as ``varuna run`` and ``varuna manager`` share it."""
 
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from varuna.cli.shared.last_export import export_cut_short
+from varuna.cli.shared.run_options import RunOptions
 from varuna.core.errors import FleetError
 from varuna.process.console import say, warn
 
 if TYPE_CHECKING:
-    from varuna.calibration.format import Calibrations
+    from varuna.core.model import JobFacts
     from varuna.fleet.engines.growers import Growers
     from varuna.fleet.service.cluster_workers import ClusterWorkers
-    from varuna.fleet.service.service import ManagerService, ServiceConfig
+    from varuna.fleet.service.service import Launch, ManagerService, ServiceConfig
+    from varuna.fleet.state.config import FleetConfig
+    from varuna.fleet.state.phases import Ended
 
 _EXPECTED_WORKERS = 8
 """Micro-batches, which keep their size, are small enough for so many workers, however few begin."""
+B = TypeVar("B", bound=Any)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterRun:
-    """A run to be managed: its place, and how it is planned.
+class ManagedRun(Generic[B]):
+    """A run to be managed.
 
     Args:
-        place: the manager's.
-        advertise: address at which agents reach it; empty: the one that it listens on, or this machine's own.
-        workers: to wait for before the first step.
-        stages: P; None: the planner's choice.
-        memory_bytes: that plans must fit into.
-        given: plan from this.
+        options: how it is planned.
+        settings: of its manager.
+        launch: where its workers live.
+        config: how many are waited for, and how patiently.
+        cache: file in which calibrations are kept, by job and class of device.
+        most_workers: that micro-batches are made small enough for.
+        again: how the same command is called where a message says that it continues the run.
+        tells_folder: a failed run says where its logs are.
     """
 
-    place: "ServiceConfig"
-    advertise: str
-    workers: int
-    stages: int | None
-    memory_bytes: int | None
-    given: "Calibrations | None"
+    options: RunOptions
+    settings: "ServiceConfig"
+    launch: "Launch[B]"
+    config: "FleetConfig"
+    cache: "Callable[[JobFacts, str], Path]"
+    most_workers: int
+    again: str = ""
+    tells_folder: bool = False
 
 
-def manage_cluster(
-    run: ClusterRun, attach: "Callable[[ManagerService[ClusterWorkers]], Growers | None]", again: str
-) -> int:
-    """Manage to the end; returns the exit code.
+def cluster_run(
+    options: RunOptions, settings: "ServiceConfig", *, advertise: str, workers: int, again: str
+) -> "ManagedRun[ClusterWorkers]":
+    """Return a run on machines that come and go.
+
+    Args:
+        options: how it is planned.
+        settings: of its manager.
+        advertise: address at which agents reach it; empty: the one that it listens on, or this machine's own.
+        workers: to wait for before the first step.
+        again: how the same command is called.
+    """
+    from varuna.calibration.file import RUN_FILE
+    from varuna.fleet.service.cluster_workers import ClusterLaunch, cluster_config
+
+    folder = settings.run_dir
+    return ManagedRun(
+        options=options,
+        settings=replace(settings, port=settings.port or _port_before(folder, settings.host)),
+        launch=ClusterLaunch(advertise),
+        config=cluster_config(workers),
+        # Other machines than this one compute: what a run knows of them stays with it, over managers' restarts too.
+        cache=lambda job, device_class: folder / RUN_FILE,
+        most_workers=max(workers, _EXPECTED_WORKERS),
+        again=again,
+    )
+
+
+def manage(
+    run: ManagedRun[B], attach: "Callable[[ManagerService[B]], Growers | None]" = lambda service: None
+) -> "Ended | None":
+    """Manage to the end, and tell it; None: the run continues without this manager.
 
     Args:
         run: what.
         attach: sees the manager before anybody is let in; what it returns asks for machines, until the run is over.
-        again: how the same command is called where a message says that it continues the run.
     """
-    from varuna.calibration.file import RUN_FILE
     from varuna.fleet.manager.calibrator import Calibrator
-    from varuna.fleet.service.cluster_workers import ClusterLaunch, cluster_config
     from varuna.fleet.service.service import ManagerService
     from varuna.observe.run_view import RunView
     from varuna.observe.terminal import beside_a_script
     from varuna.planner.choose import planner
     from varuna.process.output_pump import unread_allowed
 
-    place = replace(run.place, port=run.place.port or _port_before(run.place.run_dir, run.place.host))
     with unread_allowed(), ExitStack() as closing:
         progress, write = beside_a_script()
         closing.enter_context(progress)
         view = RunView(progress)
-        # Other machines than this one compute: what a run knows of them stays with it, over managers' restarts too.
         calibrator = Calibrator(
-            planner(memory_bytes=run.memory_bytes, stages=run.stages),
-            run_dir=place.run_dir,
-            cache=lambda job, device_class: place.run_dir / RUN_FILE,
-            given=run.given,
-            most_workers=max(run.workers, _EXPECTED_WORKERS),
+            planner(memory_bytes=run.options.memory_bytes, stages=run.options.stages),
+            run_dir=run.settings.run_dir,
+            cache=run.cache,
+            given=run.options.given,
+            most_workers=run.most_workers,
         )
         service = ManagerService(
-            place,
-            ClusterLaunch(run.advertise),
-            config=cluster_config(run.workers),
+            run.settings,
+            run.launch,
+            config=run.config,
             planner=calibrator.plan,
             calibrator=calibrator,
             on_event=view,
@@ -100,12 +131,14 @@ def manage_cluster(
                 _give_back(growers)
         view.close(ended, service.checkpoint, service.spent)
         if ended is None:
-            say(f"the run continues without its manager; {again} to resume managing it")
+            say(f"the run continues without its manager; {run.again} to resume managing it")
         elif ended.exit_code:
+            if run.tells_folder:
+                say(f"logs are kept in {run.settings.run_dir}")
             say(ended.text)
         if ended is not None:
             export_cut_short(service, ended)
-    return 0 if ended is None else ended.exit_code
+    return ended
 
 
 def _give_back(growers: "Growers") -> None:

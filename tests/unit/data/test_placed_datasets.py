@@ -43,7 +43,7 @@ def source(dataset: Any, **options: Any) -> SampleSource:
 
 def told(found: SampleSource, first: int, count: int = BATCH) -> list[list[int]]:
     reading = found.reading()
-    reading.ask(SampleRequest(tuple(range(first, first + count)), None))
+    reading.submit(SampleRequest(tuple(range(first, first + count)), None))
     batch = reading.fetch()
     assert isinstance(batch, MicroBatch), batch
     return batch.tensors["told"].tolist()

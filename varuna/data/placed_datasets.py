@@ -24,7 +24,7 @@ def with_setters(dataset: Any) -> Iterator[Any]:
             yield from with_setters(each)
 
 
-class Told:
+class PlacedDataset:
     """One dataset, and what it was told last in this process, by whichever source reads it."""
 
     def __init__(self, dataset: Any) -> None:
@@ -35,19 +35,19 @@ class Told:
         """Call a setter, unless its value is that of before; the caller keeps other readers out until it has read."""
         setter: Callable[[Any, int], object] | None = getattr(type(self.dataset), name, None)
         if setter is not None and self._last.get(name) != value:
-            self._last.pop(name, None)  # if it raises, nobody knows
+            self._last.pop(name, None)  # if it raises, it is not known
             setter(self.dataset, value)
             self._last[name] = value
 
 
-_known: WeakSet[Told] = WeakSet()
+_known: WeakSet[PlacedDataset] = WeakSet()
 
 
-def told(dataset: Any) -> list[Told]:
+def placed_datasets(dataset: Any) -> list[PlacedDataset]:
     """Return those who tell a dataset; sources of the same dataset share them."""
     found = []
     for each in with_setters(dataset):
-        known = next((one for one in _known if one.dataset is each), None) or Told(each)
+        known = next((one for one in _known if one.dataset is each), None) or PlacedDataset(each)
         _known.add(known)
         found.append(known)
     return found

@@ -14,8 +14,8 @@ from torch import Tensor
 from varuna.core.errors import DivergedError, ModelError, UsageError
 from varuna.data.randomness import derive_key
 from varuna.data.samples import SampleSource
-from varuna.engine.aside.evaluate import EvaluationWork
-from varuna.engine.aside.predict import PredictionRun
+from varuna.engine.inference.evaluate import EvaluationWork
+from varuna.engine.inference.predict import PredictionRun
 from varuna.engine.worker.generation import Generation
 from varuna.partition.model import PartitionedModel
 
@@ -38,21 +38,22 @@ class Choice(NamedTuple):
     temperature: float = 0.0
     """0: the likeliest"""
     top_k: int | None = None
-    """only one of so many likeliest"""
+    """most words, the likeliest, of which one is chosen"""
     seed: int = 0
 
     def of(self, logits: Tensor, *keys: int) -> int:
-        """The next token.
+        """Choose the next token.
 
         Args:
             logits: one for each word, float32, on the host.
-            keys: tell this choice from others: whoever has the same chooses the same.
+            keys: tell this choice from others: the same keys choose the same.
         """
         if self.temperature == 0:
             return int(logits.argmax())
         scaled = (logits.double() - logits.max()) / self.temperature  # else a low temperature would overflow
         if self.top_k is not None and self.top_k < len(scaled):
             scaled[scaled < scaled.topk(self.top_k).values[-1]] = -torch.inf
+        # By keys, not by what was drawn before: the same token in any plan, and 63 bits, which a seed may have.
         draws = torch.Generator().manual_seed(derive_key(self.seed, "generate", *keys) >> 1)
         return int(torch.multinomial(scaled.softmax(0), 1, generator=draws))
 
@@ -66,7 +67,7 @@ class LastLogits(NamedTuple):
     """float32, on the host"""
 
     def differs(self, row: Tensor) -> bool:
-        """Whether the logits of a longer text, (length, words), are others at this place."""
+        """Return whether the logits of a longer text, (length, words), are others at this place."""
         said = self.logits.isfinite()  # a model may exclude words
         before, now = self.logits[said], row[self.place].float().cpu()[said]
         return bool((now - before).abs().max() > _SAME.get(row.dtype, _SAME_IN_HALVES) * before.abs().max())
@@ -143,7 +144,7 @@ def generate(generation: Generation, work: Continuation) -> list[list[int]]:
 
 
 def _compare(generation: Generation, work: Continuation) -> None:
-    """Every rank says what it was asked for, before a link waits for messages that another rank does not send.
+    """Compare what the ranks were asked for, before a link waits for messages that another rank does not send.
 
     Raises:
         UsageError: not all were asked for the same.
@@ -153,6 +154,7 @@ def _compare(generation: Generation, work: Continuation) -> None:
         return
     words = [number for text in work.texts for number in (len(text), *text)]
     options = (work.new_tokens, work.choice, work.end, work.averaged, work.length)
+    # 63 bits, so that it fits into int64.
     mine = derive_key(*words, str(options)) >> 1
     table = torch.zeros(workers, dtype=torch.int64)
     table[generation.assignment.rank] = mine
@@ -166,7 +168,7 @@ def _compare(generation: Generation, work: Continuation) -> None:
 
 
 class _Turn(PredictionRun):
-    """One rank's part of one more token for every text."""
+    """A rank's part of one more token for every text."""
 
     def __init__(
         self,
@@ -183,7 +185,7 @@ class _Turn(PredictionRun):
         """of each text, where that is computed"""
 
     def named(self, micro_batch: int) -> dict[str, Tensor]:
-        """The next token of each text of a micro-batch, chosen by the last stage."""
+        """Return the next token of each text of a micro-batch, chosen by the last stage."""
         made, _ = self.forward(micro_batch)
         if not self.stage.is_last:
             return {}

@@ -9,7 +9,7 @@ _SHIFTS_TRIED = 8
 """Of each kind: a large fleet has thousands of ranks."""
 
 
-def keepers(plan: Plan, nodes: Sequence[str], regions: Sequence[str] = ()) -> tuple[int | None, ...]:
+def copy_holders(plan: Plan, nodes: Sequence[str], regions: Sequence[str] = ()) -> tuple[int | None, ...]:
     """By rank, who keeps its copies; () if none are made. Each rank keeps those of one at most.
 
     They are on other nodes, since a node takes all its workers with it; all are alike if there is one node only. Where

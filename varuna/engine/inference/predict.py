@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from varuna.engine.aside.evaluate import EvaluationRun, EvaluationWork
+from varuna.engine.inference.evaluate import EvaluationRun, EvaluationWork
 from varuna.engine.worker.generation import Generation
 
 _WORD = 8
@@ -33,7 +33,7 @@ def predict(generation: Generation, work: EvaluationWork) -> dict[str, Tensor]:
 
 
 class PredictionRun(EvaluationRun):
-    """One rank's part of a prediction."""
+    """A rank's part of a prediction."""
 
     def rows(self) -> dict[str, Tensor]:
         """Run all chunks; after each, every rank gets all rows of it."""
@@ -50,13 +50,13 @@ class PredictionRun(EvaluationRun):
         return found
 
     def named(self, micro_batch: int) -> dict[str, Tensor]:
-        """The rows of a micro-batch; nothing but on the last stage."""
+        """Return the rows of a micro-batch, by name; nothing but on the last stage."""
         made, _ = self.forward(micro_batch)
         rows = made[1 : 1 + len(self.work.model.metrics)]  # the first is in the place of the loss
         return {name: value.cpu() for name, value in zip(self.work.model.metrics, rows, strict=False)}
 
     def _exchange(self, parts: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """The rows of a chunk, by replica. Each byte has one writer, so that adding words is exact."""
+        """Exchange the rows of a chunk, by replica. Each byte has one writer, so that adding words is exact."""
         joined = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
         mine = save(joined) if joined else b""
         if self.plan.workers == 1:
@@ -65,6 +65,7 @@ class PredictionRun(EvaluationRun):
         if mine:
             sizes[self.generation.replica] = len(mine)
         self.sum_all("sizes", sizes, "how much the other replicas predicted")
+        # Whole words for each replica, so that no word has two writers.
         starts = [0, *(-(-sizes // _WORD) * _WORD).cumsum(0).tolist()]
         table = torch.zeros(starts[-1] // _WORD, dtype=torch.int64)
         held = table.view(torch.uint8)

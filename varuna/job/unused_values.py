@@ -10,7 +10,7 @@ from varuna.partition.capture.building import build_without_data
 from varuna.partition.watching.fake_mode import FakeMode
 
 
-def left_over(spec: JobSpec, held: Collection[str]) -> dict[str, Tensor]:
+def unused_values(spec: JobSpec, held: Collection[str]) -> dict[str, Tensor]:
     """Entries of the model's state dict that no section holds, as they were before step 0.
 
     Args:

@@ -66,14 +66,16 @@ def evaluate(generation: Generation, work: EvaluationWork) -> EvaluationSums:
 
 
 class EvaluationRun:
-    """One rank's part of an evaluation."""
+    """A rank's part of an evaluation."""
 
     def __init__(self, generation: Generation, work: EvaluationWork) -> None:
         plan, rank = generation.plan, generation.assignment.rank
         self.generation, self.work, self.stage = generation, work, generation.stage
+        # As one large step: the plan's own division gives each replica its micro-batches.
         self.plan: Plan = plan.model_copy(update={"global_batch": work.examples})
         self._mine = self.plan.micro_batches_of(generation.replica)
         self.chunk = _AHEAD * plan.stages
+        # Of any replica: all ranks come to as many meetings, with nothing to bring at the end.
         self._longest = max(len(self.plan.micro_batches_of(replica)) for replica in range(plan.replicas))
         buffers = {**work.buffers, **self._foreign_buffers()}
         self._runners = [
@@ -96,7 +98,7 @@ class EvaluationRun:
         self._whole = self._forward_pass.whole
 
     def _foreign_buffers(self) -> dict[str, Tensor]:
-        """Newest values of statistics that a section reads and another stage updates (a normalisation used twice)."""
+        """Get the newest statistics that a section reads and another stage updates (a normalisation used twice)."""
         trained, stage = self.stage.job, self.stage
         owners = {name: section.index for section in trained.model.sections for name in section.updated}
         shared = {
@@ -130,14 +132,14 @@ class EvaluationRun:
         return _summed(torch.cat(rows), self.work.model.metrics)
 
     def chunks(self) -> Iterator[tuple[int, list[int]]]:
-        """This replica's micro-batches between two meetings, and how many came before; as many chunks on every rank."""
+        """Yield this replica's micro-batches between two meetings, and how many came before; as often on every rank."""
         self._forward_pass.request(self.work.number)
         for first in range(0, self._longest, self.chunk):
             yield first, list(self._mine[first : first + self.chunk])
             self.stage.truths.check(self.work.source, self.plan, 0)
 
     def _count(self) -> None:
-        """Numbers of all examples: where loss terms count different things, those samples are read twice."""
+        """Count all examples: where loss terms count different things, those samples are read twice."""
         work = self.work
         counters = [graph.whole.counter for graph in work.model.graphs if graph.whole is not None]
         keys = [key for counter in counters if counter is not None for key in counter.inputs]
@@ -145,9 +147,9 @@ class EvaluationRun:
 
         def deliver(number: int, micro_batch: int, batch: MicroBatch | BaseException) -> None:
             try:
-                self._whole.note(number, micro_batch, batch)
+                self._whole.count_micro_batch(number, micro_batch, batch)
             except Exception as error:  # noqa: BLE001 - its forward says so too; a silent loader would hang the count
-                self._whole.note(number, micro_batch, error)
+                self._whole.count_micro_batch(number, micro_batch, error)
             loader.taken()
 
         if self._whole.counts:
@@ -157,15 +159,15 @@ class EvaluationRun:
         try:
             what = "what the other ranks counted for an evaluation"
             self._whole.begin(work.number, lambda table: self.sum_all("counts", table, what))
-            self._whole.settle(lambda: None)
+            self._whole.wait_for_others(lambda: None)
         finally:
             if self._whole.counts:
                 loader.close(timeout_s=0.0)
 
     def forward(self, micro_batch: int) -> tuple[tuple[Tensor, ...], Arrived]:
-        """One micro-batch through this stage: what the last one makes, and of what; nothing on others."""
+        """Run a micro-batch through this stage; return what the last one makes, and of what; nothing on others."""
         work, made = self.work, tuple[Tensor, ...]()
-        arrived = self._forward_pass.take(work.number, micro_batch)
+        arrived = self._forward_pass.take_inputs(work.number, micro_batch)
         flowing, variant = arrived.values, arrived.examples.variant
         for runner in self._runners[variant]:
             made = runner.forward(flowing, arrived.examples, 0, micro_batch)
@@ -184,7 +186,7 @@ class EvaluationRun:
         return list(losses.numbers().values())
 
     def _meet(self, first: int, found: Sequence[Sequence[float]]) -> Tensor:
-        """Sums of a chunk by replica and micro-batch, on all ranks; each has one writer, so adding is exact."""
+        """Exchange sums of a chunk by replica and micro-batch; each has one writer, so adding is exact."""
         width = 2 + len(self.work.model.metrics)
         table = torch.zeros(self.plan.replicas, self.chunk, width, dtype=torch.float64)
         for position, values in enumerate(found):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Carry:
+class TransferTime:
     """A message, or a sum over the replicas; seconds of ``time.monotonic``."""
 
     size_bytes: int
