@@ -249,7 +249,6 @@ def plan_of(facts: Any, case: Case) -> Any:
     from varuna.planner.asking.request import PlanRequest
     from varuna.planner.build import Builder
     from varuna.planner.choose import best_plan
-    from varuna.planner.pricing.profile import profile
 
     request = PlanRequest(
         calibrations=Calibrations.of_one(nominal_calibration(facts)),
@@ -267,7 +266,7 @@ def plan_of(facts: Any, case: Case) -> Any:
     if not case.splits:
         return plan
     split = plan.with_each_pipeline(split_last=case.micro_batches)
-    return Builder(request, profile(request.calibration, MICRO_BATCH)).promised(split)
+    return Builder(request, MICRO_BATCH).promised(split)
 
 
 def measure(model: str, case: Case, device: str | None) -> list[Row]:

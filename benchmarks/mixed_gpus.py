@@ -19,7 +19,6 @@ from varuna.calibration.format import Calibrations
 from varuna.core.devices import WorkerGroup
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.sweep import rank_plans
-from varuna.planner.unlike.classes import as_slowest
 
 FLEETS = (
     ((A100, 8), (V100, 16)),
@@ -50,7 +49,7 @@ def row(model: str, fleet: tuple[tuple[Machine, int], ...], global_batch: int) -
     for name in request.classes:
         plans = rank_plans(request.of_class(name)).plans
         alone[name] = plans[0].step_s if plans else float("inf")
-    slowest = rank_plans(as_slowest(request)).plans
+    slowest = rank_plans(request.as_slowest()).plans
     slowest_s = slowest[0].step_s if slowest else float("inf")
     fits = {name: seconds for name, seconds in alone.items() if seconds < float("inf")}
     bound = f"{best.step_s * sum(1 / seconds for seconds in fits.values()):.3f}" if fits == alone else "-"

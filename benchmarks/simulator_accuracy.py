@@ -54,7 +54,7 @@ from varuna.planner.pricing.profile import profile  # noqa: E402
 from varuna.planner.pricing.spanning import spanning_costs  # noqa: E402
 from varuna.planner.spanning import spanning  # noqa: E402
 from varuna.planner.sweep import rank_plans  # noqa: E402
-from varuna.planner.unlike.left_over import of_depths  # noqa: E402
+from varuna.planner.unlike import of_depths  # noqa: E402
 from varuna.schedule.policy import stash_limit  # noqa: E402
 from varuna.simulator.step import simulate  # noqa: E402
 
@@ -103,14 +103,11 @@ def plan_of(case: Case, calibrations: Calibrations) -> Plan:
 
 
 def _mixed(case: Case, calibrations: Calibrations) -> Plan:
-    def equal(stages: int, replicas: int, micro_batch: int) -> Plan:
-        alike = replace(case, stages=stages, replicas=replicas, micro_batch=micro_batch, depths=())
-        return plan_of(alike, calibrations)
-
+    alike = (replace(case, stages=depth, replicas=len(case.depths), depths=()) for depth in dict.fromkeys(case.depths))
     request = PlanRequest(
         calibrations=calibrations, workers=equal_workers(case.ranks), global_batch=case.global_batch, gpus_per_vm=1
     )
-    found = of_depths(case.depths, case.micro_batch, request, equal)
+    found = of_depths(case.depths, [plan_of(each, calibrations) for each in alike], request)
     assert found is not None
     return found.plan
 

@@ -61,7 +61,7 @@ def configured(
     micro_batches = -(-global_batch // micro_batch)
     longest = -(-micro_batches // replicas)
     limits = tuple(stash_limit(stages, k, longest, policy) for k in range(stages))
-    sizer = Sizer(Spans(at), wanted=limits, least=limits, may_keep=False)
+    sizer = Sizer([Spans(at)] * len(limits), wanted=limits, least=limits, may_keep=False)
     ends = (*starts[1:], at.sections)
     plan = Plan(
         micro_batch=micro_batch,

@@ -12,9 +12,10 @@ from varuna.planner.asking.ranking import Ranking
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.copies import with_copies
 from varuna.planner.goodput import Expected, expected
+from varuna.planner.one_class import equal_pipelines
 from varuna.planner.pricing.network import are_apart
-from varuna.planner.pricing.predict import Prediction
-from varuna.planner.sweep import equal_pipelines, rank_plans
+from varuna.planner.pricing.predict import Prediction, Simulated
+from varuna.planner.sweep import rank_plans
 
 INSURANCE = 0.1
 """So much longer a step may take if every section is held twice, where no copies are made and workers idle."""
@@ -152,27 +153,24 @@ def by_goodput(ranking: Ranking, request: PlanRequest, *, copies: bool) -> list[
         request: with a rate of losses.
         copies: see ``plan_run``.
     """
-    found = dict(zip(ranking.plans, ranking.predictions, strict=True))
+    found = ranking.found
     for plan in ranking.plans[:_DOUBLED]:
-        found |= _double(plan, request)
+        found += _double(plan, request)
     weighed = []
-    for plan, prediction in found.items():
+    for plan, prediction in {each.plan: each for each in found}.values():
         made = with_copies(plan, request, measured=True) if copies else plan
         weighed.append(RankedPlan(made, prediction, expected(made, request)))
     return sorted(weighed, key=lambda worth: (-worth.expected.examples_per_s, worth.plan.stages))
 
 
-def _double(plan: Plan, request: PlanRequest) -> dict[Plan, Prediction]:
+def _double(plan: Plan, request: PlanRequest) -> list[Simulated]:
     """The same depth with two replicas, if the plan has one and the workers are enough."""
-    asked = request.model_copy(update={"streams_frozen": plan.streams_frozen}).for_class(plan.first.device_class)
+    name = plan.first.device_class
+    asked = request.model_copy(update={"streams_frozen": plan.streams_frozen}).for_class(name)
     if plan.replicas > 1 or asked.classes or not asked.leaves_idle or asked.count < 2 * plan.stages:
-        return {}
+        return []
     double = equal_pipelines(asked, plan.stages, 2, plan.micro_batch)
-    return (
-        {}
-        if double is None
-        else {double.plan.with_each_pipeline(device_class=plan.first.device_class): double.prediction}
-    )
+    return [] if double is None else [double._replace(plan=double.plan.with_each_pipeline(device_class=name))]
 
 
 def _with_larger(best: Plan, request: PlanRequest) -> Plan:
@@ -198,7 +196,7 @@ def _safer(best: Plan, request: PlanRequest) -> Plan:
 
     For where there is no room or time for copies: then a lost worker costs all steps since the newest checkpoint.
     """
-    return next((each for each in _double(best, request) if each.step_s <= best.step_s * (1 + INSURANCE)), best)
+    return next((each.plan for each in _double(best, request) if each.step_s <= best.step_s * (1 + INSURANCE)), best)
 
 
 def with_options(known: Calibrations, job: JobFacts) -> Calibrations:

@@ -1,6 +1,9 @@
-"""Best first: a guess at every shape is refined into a plan with a bound, and then simulated, only while it may win."""
+"""The search for the best equal pipelines: bound all shapes, simulate the best, walk to neighbours, rank.
 
-from collections.abc import Iterator, Sequence
+docs/planning.md has its words: guess, bound, promise, factor, leaning, walk.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -11,89 +14,14 @@ from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.build import Builder, BuiltPlan, OutOfMemory
 from varuna.planner.effort import EFFORT, Effort
-from varuna.planner.estimate import Depth, Guess, Guesser, Shape
+from varuna.planner.estimate import Depth, Guess, Shape
 from varuna.planner.order import with_best_order
 from varuna.planner.pricing.predict import Simulated, simulated
 
-_Move = tuple[tuple[int, ...], int]
-"""First sections of the stages, and the factor of their in-flight depths."""
-
-
-class Walk(NamedTuple):
-    """The result of the local search around a plan."""
-
-    best: Simulated
-    forwards: int
-    """Forwards that were simulated on the way."""
-
-
-def polished(builder: Builder, built: BuiltPlan, given: Simulated, most_forwards: int) -> Walk:
-    """The best plan that a short walk finds.
-
-    Args:
-        builder: of the plan's micro-batch size.
-        built: what the plan was simulated from.
-        given: the plan.
-        most_forwards: that are simulated on the way.
-    """
-    best = with_best_order(given)
-    first, longest = best.plan, len(given.plan.micro_batches_of(0))
-    forwards = 4 * first.stages * longest  # for the drain split
-    splits = (first.first.split_last, longest) if given.plan.first.split_last else (0,)
-    for split in dict.fromkeys(splits):  # which neighbours are better depends on it
-        start = first.with_each_pipeline(split_last=split)
-        walker = _Walker(builder, built, start, most_forwards)
-        while walker.step():
-            pass
-        forwards += walker.forwards
-        if walker.found is not None:
-            best = min(best, with_best_order(walker.found), key=attrgetter("step_s"))
-    return Walk(best, forwards)
-
-
-class _Walker:
-    def __init__(self, builder: Builder, here: BuiltPlan, plan: Plan, most_forwards: int) -> None:
-        self.found: Simulated | None = None
-        """The plan reached, unless it is the start."""
-        self._plan = plan  # here, with the step_s that is to be beaten
-        self.forwards, self._most_forwards = 0, most_forwards
-        self._builder, self._here = builder, here
-        self._tried = {(here.starts, here.factor)}
-
-    def step(self) -> bool:
-        """Go to the first neighbour that is better, if there is one within reach."""
-        for move in _moves(self._here, sections=self._plan.sections, deepens=self._builder.may_keep):
-            near = None if move in self._tried else self._builder.moved(self._here, *move)
-            self._tried.add(move)
-            if near is None or near.bound_s >= self._plan.step_s:
-                continue
-            if self.forwards > self._most_forwards:
-                return False
-            pipeline = self._plan.first
-            plan = self._builder.plan(near).with_each_pipeline(split_last=pipeline.split_last, empties=pipeline.empties)
-            self.forwards += plan.stages * len(plan.micro_batches_of(0))
-            tried = simulated(near.costs, plan)
-            if tried.step_s < self._plan.step_s:
-                self._here, self._plan, self.found = near, tried.plan, tried
-                return True
-        return False
-
-
-def _moves(here: BuiltPlan, *, sections: int, deepens: bool) -> Iterator[_Move]:
-    """Neighbours: other depths, then one boundary moved by one section."""
-    starts, factor = here.starts, here.factor
-    if deepens:
-        yield from ((starts, other) for other in EFFORT.factors if other != factor)
-    ends = (*starts[1:], sections)
-    for k in range(1, len(starts)):
-        for start in (starts[k] - 1, starts[k] + 1):
-            if starts[k - 1] < start < ends[k]:
-                yield (*starts[:k], start, *starts[k + 1 :]), factor
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundPlan:
-    """The result of a search."""
+class SearchResult:
+    """The plans that a search found, and what it left out."""
 
     best: tuple[Simulated, ...]
     """Plans, best first, one for each depth."""
@@ -104,126 +32,62 @@ class FoundPlan:
     misfits: tuple[OutOfMemory, ...]
 
 
-def search(
-    request: PlanRequest,
-    builders: dict[int, Builder],
-    guessers: dict[int, Guesser],
-    depths: Sequence[Depth],
-    effort: Effort,
-) -> FoundPlan:
-    """Refine until the best plans of ``request.wanted`` depths are known.
-
-    Args:
-        request: model, workers, and what the user fixed.
-        builders: by micro-batch size.
-        guessers: likewise.
-        depths: all depths that may fit.
-        effort: how far walks go.
-    """
-    return _Search(request, builders, guessers, depths, effort).run()
-
-
 @dataclass(frozen=True, slots=True)
 class _Others:
     """Other depths of a shape, not built yet."""
 
     built: BuiltPlan
 
+    @property
+    def shape(self) -> Shape:
+        return self.built.shape
 
-@dataclass(frozen=True, slots=True)
-class _Start:
+
+class _Start(NamedTuple):
     """A plan of a short step, whose neighbours may be better."""
 
-    built: BuiltPlan
     tried: Simulated
+    built: BuiltPlan
 
 
 _Entry = Depth | Guess | BuiltPlan | _Others | Plan
 
 
-class _Search:
+class Search:
+    """Refines what promises most until the best plans of ``request.wanted`` depths are known."""
+
     def __init__(
-        self,
-        request: PlanRequest,
-        builders: dict[int, Builder],
-        guessers: dict[int, Guesser],
-        depths: Sequence[Depth],
-        effort: Effort,
+        self, request: PlanRequest, builders: Mapping[int, Builder], depths: Sequence[Depth], effort: Effort
     ) -> None:
-        self._request, self._effort = request, effort
-        self._builders, self._guessers = builders, guessers
+        """Begin with nothing but the least scores of depths.
+
+        Args:
+            request: model, workers, and what the user fixed.
+            builders: by micro-batch size.
+            depths: all depths that may fit.
+            effort: how far walks go.
+        """
+        self._request, self._builders, self._effort = request, builders, effort
         self._order = count()
-        self._queue: list[tuple[float, int, _Entry | _Start]] = [
-            (guessers[depth.micro_batch].least_score(depth.stages) * EFFORT.optimism, next(self._order), depth)
-            for depth in depths
-        ]
+        self._queue: list[tuple[float, int, _Entry]] = []  # scores that nothing of the entry can be below, or hardly
+        for depth in depths:
+            score = builders[depth.micro_batch].guesser.least_score(depth.stages) * EFFORT.optimism
+            self._queue.append((score, next(self._order), depth))
         heapify(self._queue)
-        self._best: dict[Shape, Simulated] = {}  # by shape
-        self._simulated: dict[Shape, Simulated] = {}  # the best that nobody has walked on from
+        self._best: dict[Shape, Simulated] = {}
         self._starts: dict[tuple[Shape, bool], _Start] = {}  # the best by shape, and whether it leans
         self._misfits: list[OutOfMemory] = []
         self._beaten: list[_Entry] = []  # by the best plans so far, in the order of their scores
         self._spent = 0  # forwards simulated
-        self._walked = {False: 0, True: 0}  # likewise on walks, from plans that lean or not
 
-    def run(self) -> FoundPlan:
-        ranked: set[int] = set()
-        best_score = float("inf")
-        while self._queue:
-            score, _, entry = heappop(self._queue)
-            is_enough = len(ranked) >= self._request.wanted or (
-                self._spent > EFFORT.most_forwards and bool(self._simulated)
-            )
-            if isinstance(entry, _Start):
-                self._walk(entry, is_near=score <= best_score * EFFORT.walked_within)
-                continue
-            if is_enough and (score > best_score * EFFORT.surprise or self._spent > EFFORT.spare_forwards):
-                self._beaten.append(entry)
-                continue
-            if _depth(entry) in ranked and not is_enough:  # with another D or m it is slower
-                continue
-            if isinstance(entry, Depth):
-                for guess in self._guessers[entry.micro_batch].guesses(entry.stages):
-                    self._push(guess.shape, guess.step_s * EFFORT.optimism, guess)
-            elif isinstance(entry, Guess):
-                self._build(entry)
-            elif isinstance(entry, _Others):
-                for other in self._builders[entry.built.shape.micro_batch].others(entry.built):
-                    self._push(other.shape, other.promise_s, other)
-            elif isinstance(entry, BuiltPlan):
-                self._simulate(entry, score)
-            elif self._best[_shape(entry)].plan is entry:
-                ranked.add(entry.stages)
-                best_score = min(best_score, score)
-        return self._found()
-
-    def _walk(self, start: _Start, *, is_near: bool) -> None:
-        """Go on to neighbours from the best plan of its shape that leans as it does, if it is near the best of all."""
-        shape, leans = family = start.built.shape, start.built.leans
-        if self._starts[family] is not start:
-            return
-        best = start.tried
-        if is_near and self._walked[leans] < self._effort.walked_forwards:
-            builder, most_forwards = self._builders[shape.micro_batch], self._effort.forwards_of_a_walk
-            walk = polished(builder, start.built, start.tried, most_forwards)
-            self._walked[leans] += walk.forwards
-            best = walk.best
-        self._offer(best, start.tried.step_s)
-
-    def _offer(self, found: Simulated, from_s: float) -> None:
-        """Rank a plan, if it is the best of its shape so far, by the step time ``from_s`` that led to it."""
-        shape = _shape(found.plan)
-        known = self._best.get(shape)
-        if known is None or found.step_s < known.step_s:
-            self._best[shape] = found
-            self._push(shape, from_s, found.plan)
-
-    def _found(self) -> FoundPlan:
+    def run(self) -> SearchResult:
+        """Search; once."""
+        self._walk(within=EFFORT.walked_within * self._simulate_best())
         plans: dict[int, Simulated] = {}
-        for best in sorted(self._best.values(), key=lambda best: self._plan_score(best.plan)):
+        for best in sorted(self._best.values(), key=self._score_of):
             plans.setdefault(best.plan.stages, best)
         rest = [entry for entry in self._beaten if _depth(entry) not in plans]
-        return FoundPlan(
+        return SearchResult(
             best=tuple(plans.values()),
             bounded=tuple(self._unseen(entry for entry in rest if isinstance(entry, BuiltPlan))),
             guessed=frozenset(
@@ -233,6 +97,32 @@ class _Search:
             ),
             misfits=tuple(self._misfits),
         )
+
+    def _simulate_best(self) -> float:
+        """Refine what promises most, until the best plans beat all the rest; returns the score of the best."""
+        ranked: set[int] = set()
+        best_score = float("inf")
+        while self._queue:
+            score, _, entry = heappop(self._queue)
+            is_enough = len(ranked) >= self._request.wanted or (self._spent > EFFORT.most_forwards and self._best)
+            if is_enough and (score > best_score * EFFORT.surprise or self._spent > EFFORT.spare_forwards):
+                self._beaten.append(entry)
+            elif _depth(entry) in ranked and not is_enough:
+                continue  # with another D or m it is slower
+            elif isinstance(entry, Depth):
+                for guess in self._builders[entry.micro_batch].guesser.guesses(entry.stages):
+                    self._push(guess.shape, guess.step_s * EFFORT.optimism, guess)
+            elif isinstance(entry, Guess):
+                self._build(entry)
+            elif isinstance(entry, _Others):
+                for other in self._builders[entry.shape.micro_batch].others(entry.built):
+                    self._push(other.shape, other.promise_s, other)
+            elif isinstance(entry, BuiltPlan):
+                self._simulate(entry, score)
+            elif self._best[_shape(entry)].plan is entry:
+                ranked.add(entry.stages)
+                best_score = min(best_score, score)
+        return best_score
 
     def _build(self, guess: Guess) -> None:
         outcome = self._builders[guess.shape.micro_batch].first(guess)
@@ -246,23 +136,31 @@ class _Search:
             self._push(outcome.shape, others_s, _Others(outcome))
 
     def _simulate(self, built: BuiltPlan, score: float) -> None:
-        known = self._simulated.get(built.shape)
+        known = self._best.get(built.shape)
         slack = 1.0 if built.is_short else EFFORT.anomaly
-        if known is not None and score > slack * self._plan_score(known.plan):
+        if known is not None and score > slack * self._score_of(known):
             return
         plan = self._builders[built.shape.micro_batch].plan(built)
         if not built.leans:
             self._spent += plan.stages * min(len(plan.micro_batches_of(0)), 4 * plan.stages)
         tried = simulated(built.costs, plan)
-        if known is None or tried.step_s < known.step_s:
-            self._simulated[built.shape] = tried
-        if not built.is_short:
-            self._offer(tried, tried.step_s)
-            return
         family = built.shape, built.leans
-        if family not in self._starts or tried.step_s < self._starts[family].tried.step_s:
-            start = self._starts[family] = _Start(built, tried)
-            self._push(built.shape, tried.step_s, start)
+        if built.is_short and (family not in self._starts or tried.step_s < self._starts[family].tried.step_s):
+            self._starts[family] = _Start(tried, built)
+        if known is None or tried.step_s < known.step_s:
+            self._best[built.shape] = tried
+            self._push(built.shape, tried.step_s, tried.plan)
+
+    def _walk(self, within: float) -> None:
+        """Go on to neighbours from plans of short steps, the best first, that have a score within this."""
+        walked = {False: 0, True: 0}  # forwards, from plans that lean or not
+        for start in sorted(self._starts.values(), key=lambda start: self._score_of(start.tried)):
+            shape, leans = start.built.shape, start.built.leans
+            if self._score_of(start.tried) <= within and walked[leans] < self._effort.walked_forwards:
+                builder, most_forwards = self._builders[shape.micro_batch], self._effort.forwards_of_a_walk
+                best, forwards = walk(builder, start.built, start.tried, most_forwards)
+                walked[leans] += forwards
+                self._best[shape] = min(self._best[shape], best, key=attrgetter("step_s"))
 
     def _unseen(self, entries: Iterator[BuiltPlan]) -> Iterator[BuiltPlan]:
         """Yield one entry for each shape that has no plan yet."""
@@ -272,21 +170,73 @@ class _Search:
                 seen.add(built.shape)
                 yield built
 
-    def _push(self, shape: Shape, step_s: float, entry: _Entry | _Start) -> None:
-        heappush(self._queue, (self._score(shape.stages * shape.replicas, step_s), next(self._order), entry))
+    def _push(self, shape: Shape, step_s: float, entry: _Entry) -> None:
+        score = self._request.score(shape.stages * shape.replicas, step_s)
+        heappush(self._queue, (score, next(self._order), entry))
 
-    def _plan_score(self, plan: Plan) -> float:
-        return self._score(plan.workers, plan.step_s)
-
-    def _score(self, workers: int, step_s: float) -> float:
-        return self._request.score(workers, step_s)
+    def _score_of(self, found: Simulated) -> float:
+        return self._request.score(found.plan.workers, found.step_s)
 
 
 def _depth(entry: _Entry) -> int:
-    if isinstance(entry, Depth | Plan):
-        return entry.stages
-    return (entry.built if isinstance(entry, _Others) else entry).shape.stages
+    return entry.stages if isinstance(entry, Depth | Plan) else entry.shape.stages
 
 
 def _shape(plan: Plan) -> Shape:
     return Shape(plan.stages, plan.replicas, plan.micro_batch)
+
+
+# -- neighbours ----------------------------------------------------------------------------------------------------
+
+
+def walk(builder: Builder, built: BuiltPlan, given: Simulated, most_forwards: int) -> tuple[Simulated, int]:
+    """The best plan near a plan, and the forwards that were simulated to find it.
+
+    Args:
+        builder: of the plan's micro-batch size.
+        built: what the plan was simulated from.
+        given: the plan.
+        most_forwards: that are simulated on the way.
+    """
+    best = with_best_order(given)
+    first, longest = best.plan, len(given.plan.micro_batches_of(0))
+    forwards = 4 * first.stages * longest  # for the drain split
+    splits = (first.first.split_last, longest) if given.plan.first.split_last else (0,)
+    for split in dict.fromkeys(splits):  # which neighbours are better depends on it
+        reached, more = _downhill(builder, built, first.with_each_pipeline(split_last=split), most_forwards)
+        forwards += more
+        if reached is not None:
+            best = min(best, with_best_order(reached), key=attrgetter("step_s"))
+    return best, forwards
+
+
+def _downhill(builder: Builder, here: BuiltPlan, plan: Plan, most_forwards: int) -> tuple[Simulated | None, int]:
+    """Go to the first better neighbour, again and again; returns the plan reached, if any, and forwards simulated."""
+    reached, forwards, seen = None, 0, {(here.starts, here.factor)}
+    moves = _moves(here, sections=plan.sections, deepens=builder.may_keep)
+    while (move := next(moves, None)) is not None:
+        near = None if move in seen else builder.moved(here, *move)
+        seen.add(move)
+        if near is None or near.bound_s >= plan.step_s:
+            continue
+        if forwards > most_forwards:
+            break
+        order = {"split_last": plan.first.split_last, "empties": plan.first.empties}
+        tried = simulated(near.costs, builder.plan(near).with_each_pipeline(**order))
+        forwards += plan.stages * len(tried.plan.micro_batches_of(0))
+        if tried.step_s < plan.step_s:
+            here, plan, reached = near, tried.plan, tried
+            moves = _moves(here, sections=plan.sections, deepens=builder.may_keep)
+    return reached, forwards
+
+
+def _moves(here: BuiltPlan, *, sections: int, deepens: bool) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Neighbours, as first sections of stages and factor: other depths, then one boundary moved by one section."""
+    starts, factor = here.starts, here.factor
+    if deepens:
+        yield from ((starts, other) for other in EFFORT.factors if other != factor)
+    ends = (*starts[1:], sections)
+    for k in range(1, len(starts)):
+        for start in (starts[k] - 1, starts[k] + 1):
+            if starts[k - 1] < start < ends[k]:
+                yield (*starts[:k], start, *starts[k + 1 :]), factor

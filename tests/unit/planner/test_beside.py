@@ -6,10 +6,10 @@ from tests.depth import by_depth
 from tests.unit.planner.test_classes import asked, of_class
 from tests.unit.planner.test_spanning import whole_bytes
 from varuna.fleet.feedback.refine import predicted
+from varuna.planner import classes
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
 from varuna.planner.sweep import rank_plans
-from varuna.planner.unlike import classes
 
 
 def wanted(scarce: int, others: int) -> PlanRequest:

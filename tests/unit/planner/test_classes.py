@@ -15,10 +15,10 @@ from varuna.core.errors import NoPlanError
 from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
+from varuna.planner.one_class import equal_pipelines
 from varuna.planner.report import report
-from varuna.planner.sweep import equal_pipelines, rank_plans
-from varuna.planner.unlike.classes import as_slowest
-from varuna.planner.unlike.dealt import dealt
+from varuna.planner.sweep import rank_depths, rank_plans
+from varuna.planner.unlike import deal_batch
 
 FACTS = model([section(parameter_bytes=MB)] * 12)
 
@@ -58,7 +58,7 @@ def test_all_end_together_near_the_sum_of_their_speeds(factor: float) -> None:
     alone = best_plan(request(FACTS, 1, 480, micro_batch=1, calibration=of_class("A").first)).step_s
     bound_s = alone / (2 + 4 / factor)
     assert 0.999 * bound_s <= plan.step_s <= 1.08 * bound_s
-    slowest_s = best_plan(as_slowest(wanted)).step_s
+    slowest_s = best_plan(wanted.as_slowest()).step_s
     assert plan.step_s <= slowest_s / (factor * 2 + 4) * 6 * 1.08
     assert shares(plan)["A"] / 2 > shares(plan)["B"] / 4
 
@@ -71,6 +71,12 @@ def test_it_is_never_slower_than_the_best_class_alone() -> None:
             alone = best_plan(asked({"A": 3}, calibrations[0]))
             assert plan.step_s <= alone.step_s
             assert plan.classes["A"] == 3
+
+
+def test_pipelines_have_the_depths_that_were_asked_for_on_whatever_classes() -> None:
+    for counts in ({"A": 7}, {"A": 5, "B": 4}):
+        [plan] = rank_depths(asked(counts, of_class("A"), of_class("B", 1.2)), (4, 3)).plans
+        assert plan.shape == "4x1+3x1"
 
 
 def test_classes_that_take_no_time_at_all_get_a_plan() -> None:
@@ -179,7 +185,7 @@ def _exhaustive_s(wanted: PlanRequest) -> float:
                 kinds.append((alone.plan.first.model_copy(update=named), alone.plan))
         kinds.sort(key=lambda each: -each[0].pace)
         scaled = [kind.model_copy(update={"pace": kind.pace / kinds[0][0].pace}) for kind, _ in kinds]
-        best_s = min(best_s, dealt(scaled, kinds[0][1], wanted).step_s)
+        best_s = min(best_s, deal_batch(scaled, kinds[0][1], wanted).step_s)
     return best_s
 
 

@@ -40,7 +40,7 @@ def planned(stages: int = 2, *, offloaded: bool = True, apart: bool = True, **ha
 
 def sizer(calibration: Calibration, stages: int) -> Sizer:
     spans = Spans(profile(calibration, 1))
-    return Sizer(spans, wanted=[1] * stages, least=[1] * stages, may_keep=False, tentative=True)
+    return Sizer([spans] * stages, wanted=[1] * stages, least=[1] * stages, may_keep=False, tentative=True)
 
 
 PINNED = 4 * 300 * MB + STAGING_BYTES  # for four sections of a checkpoint, and what is on its way

@@ -24,7 +24,7 @@ HARDWARE = Hardware(name="test")
 
 def sizer(limit_bytes: int, *, moves: bool = True, host_limit_bytes: int | None = None) -> Sizer:
     spans = Spans(profile(calibrated(LARGE), 1), limit_bytes=limit_bytes, host_limit_bytes=host_limit_bytes)
-    return Sizer(spans, wanted=(10, 10, 10, 1), least=(3, 3, 2, 1), may_keep=True, stash_moves=moves)
+    return Sizer([spans] * 4, wanted=(10, 10, 10, 1), least=(3, 3, 2, 1), may_keep=True, stash_moves=moves)
 
 
 def planned(memory_bytes: int, *, moves: bool = True, **changes: Any) -> Plan:

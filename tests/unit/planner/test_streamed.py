@@ -16,7 +16,6 @@ from varuna.planner.pricing.costs import Pricer
 from varuna.planner.pricing.profile import profile
 from varuna.planner.pricing.spans import Spans
 from varuna.planner.pricing.stage_size import Size, Sizer
-from varuna.planner.pricing.streamed import pass_s
 from varuna.planner.sweep import rank_plans
 
 
@@ -31,7 +30,7 @@ EIGHT = model([frozen()] * 8)
 
 def sizer(*, streams: bool, stages: int = 1) -> Sizer:
     spans = Spans(profile(calibrated(EIGHT), 1, streams_frozen=streams))
-    return Sizer(spans, wanted=[1] * stages, least=[1] * stages, may_keep=False)
+    return Sizer([spans] * stages, wanted=[1] * stages, least=[1] * stages, may_keep=False)
 
 
 def job(facts: ModelFacts = EIGHT, *, streams: bool = False, apart: bool = True) -> JobFacts:
@@ -55,7 +54,7 @@ def test_a_device_has_the_parameters_of_two_sections() -> None:
 def test_stages_of_two_sections_stream_nothing() -> None:
     here, passing = (sizer(streams=streams, stages=4).detail(0, 0, 2, Size(1, 0)) for streams in (False, True))
     assert here == passing
-    assert pass_s(profile(calibrated(EIGHT), 1, streams_frozen=True), 0, 2) == 0.0
+    assert profile(calibrated(EIGHT), 1, streams_frozen=True).pass_s(0, 2) == 0.0
 
 
 def test_host_memory_beside_a_device_holds_all_of_them() -> None:

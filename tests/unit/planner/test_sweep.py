@@ -17,7 +17,6 @@ from varuna.planner.build import Builder, BuiltPlan
 from varuna.planner.choose import best_plan
 from varuna.planner.estimate import Guesser
 from varuna.planner.pricing.predict import simulated
-from varuna.planner.pricing.profile import profile
 from varuna.planner.sweep import rank_plans
 from varuna.schedule.policy import POLICIES, stash_limit
 
@@ -126,7 +125,7 @@ def test_of_few_micro_batches_early_stages_take_more_than_the_balance_gives_them
         micro_batch=1,
         memory_bytes=6 * GB,
     )
-    builder = Builder(request, profile(known, 1))
+    builder = Builder(request, 1)
     [guess] = Guesser(request, builder.profile, may_keep=True).guesses(6)
     balanced = builder.first(guess)
     assert isinstance(balanced, BuiltPlan)

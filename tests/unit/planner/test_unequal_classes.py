@@ -13,7 +13,6 @@ from varuna.core.plan import Plan
 from varuna.planner.asking.request import PlanRequest
 from varuna.planner.choose import best_plan
 from varuna.planner.sweep import rank_plans
-from varuna.planner.unlike.classes import as_slowest
 
 
 def speeds_of(plan: Plan) -> dict[str, list[float]]:
@@ -96,7 +95,7 @@ def test_each_part_of_a_question_keeps_the_speeds_of_its_workers() -> None:
     assert speeds(request.of_class("B")) == (0.9, 0.4, 0.3)
     assert speeds(request.of_classes(["B"])) == (0.9, 0.4, 0.3)
     assert speeds(request.with_count("B", 2)) == (1.0, 0.9, 0.6, 0.4)
-    assert speeds(as_slowest(request)) == (1.0, 0.9, 0.6, 0.4, 0.3)
+    assert speeds(request.as_slowest()) == (1.0, 0.9, 0.6, 0.4, 0.3)
 
 
 def test_a_share_of_the_workers_is_the_fastest_of_them() -> None:

@@ -1,12 +1,13 @@
 """The answer to a request for plans: those found, best first, and why others are missing."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from pydantic import Field
 
 from varuna.core.plan import Plan
 from varuna.core.value import Value
-from varuna.planner.pricing.predict import Prediction
+from varuna.planner.pricing.predict import Prediction, Simulated
 
 
 class Rejection(Value):
@@ -33,9 +34,23 @@ class PrunedPlan(Value):
 class Ranking:
     """The result of ranking plans: those found, those outpaced, those rejected."""
 
-    plans: tuple[Plan, ...]
+    plans: tuple[Plan, ...] = ()
     """Simulated, best first."""
-    predictions: tuple[Prediction, ...]
+    predictions: tuple[Prediction, ...] = ()
     """Predictions of these plans, in their order."""
-    outpaced: tuple[PrunedPlan, ...]
-    rejected: tuple[Rejection, ...]
+    outpaced: tuple[PrunedPlan, ...] = ()
+    rejected: tuple[Rejection, ...] = ()
+
+    @property
+    def found(self) -> list[Simulated]:
+        """Plans with their predictions, best first."""
+        return list(map(Simulated, self.plans, self.predictions))
+
+    def best_of(self, replicas: int) -> Simulated | None:
+        """The best plan with so many replicas, if there is one."""
+        return next((each for each in self.found if each.plan.replicas == replicas), None)
+
+    def of(self, found: Collection[Simulated]) -> "Ranking":
+        """The same with these plans instead."""
+        plans, predictions = (tuple(each.plan for each in found), tuple(each.prediction for each in found))
+        return replace(self, plans=plans, predictions=predictions)

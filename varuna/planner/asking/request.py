@@ -95,6 +95,36 @@ class PlanRequest(Value):
         """The same question for the workers of some classes."""
         return self.model_copy(update={"workers": tuple(group for group in self.workers if group.name in names)})
 
+    def of_shape(self, stages: int, replicas: int, micro_batch: int) -> "PlanRequest":
+        """The same question for equal pipelines, so many and so deep, on the fastest workers."""
+        update = {
+            "workers": of_count(self.workers, stages * replicas),
+            "stages": stages,
+            "micro_batch": micro_batch,
+            "lowers_micro_batch": False,
+            "leaves_idle": False,
+            "wanted": 1,
+        }
+        return self.model_copy(update=update)
+
+    def as_slowest(self) -> "PlanRequest":
+        """The same question as if all workers were of the slowest class, and had the least memory of any."""
+        parts = [self.of_class(name) for name in self.classes]
+        slowest = max(parts, key=lambda part: part.calibration.compute_s(1))
+        limits = [part.limit_bytes for part in parts if part.limit_bytes is not None]
+        hosts = [part.host_limit_bytes for part in parts if part.host_limit_bytes is not None]
+        vm_size = slowest.vm_size if len({part.vm_size for part in parts}) == 1 else 1
+        hardware = slowest.calibration.hardware.model_copy(
+            update={"host_memory_bytes": min(hosts, default=None), "gpus_per_vm": vm_size}
+        )
+        known = slowest.calibration.model_copy(update={"hardware": hardware})
+        update = {
+            "calibrations": Calibrations.of_one(known),
+            "workers": of_no_class(self.workers),
+            "memory_bytes": min(limits, default=None),
+        }
+        return slowest.model_copy(update=update)
+
     @property
     def are_unequal(self) -> bool:
         """Whether some worker is slower than what was calibrated."""

@@ -10,7 +10,6 @@ from varuna.planner.pricing.network import crossings, exchange_s, link_of, reduc
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.sharded_optimizer import sharding_of
 from varuna.planner.pricing.stage_size import Size, crossing_time_s
-from varuna.planner.pricing.streamed import pass_s
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, TiedCosts
 
 
@@ -85,7 +84,8 @@ class Pricer:
         self._forward, self._record = profile.forward_s.before, profile.record_s.before
         self._recompute, self._backward = profile.recompute_s.before, profile.backward_s.before
         self._input, self._weight = profile.input_s.before, profile.weight_s.before
-        self._activations = profile.activation_bytes.before
+        self._activations, self._state = profile.activation_bytes.before, profile.state_bytes.before
+        self._gradients, self._parameters = profile.gradient_bytes.before, profile.parameter_bytes.before
         self._links: dict[tuple[int, bool], LinkCosts] = {}
         self._reduced = sorted(set(profile.reduced_bytes.values))
         self._stages: dict[_Setting, dict[_Span, StageCosts]] = {}
@@ -126,7 +126,7 @@ class Pricer:
             ),
             links=tuple(self._link(start - 1, crosses) for start, crosses in zip(starts[1:], crossed, strict=True)),
             tied=self._tied(starts, replicas),
-            optimizer_s=self._optimizer_s([starts[k] for k in here], [ends[k] for k in here], replicas)
+            optimizer_s=max(self._optimizer_s(starts[k], ends[k], stages, replicas) for k in here)
             + self._vote_s(stages, replicas, micro_batches),
         )
 
@@ -140,7 +140,7 @@ class Pricer:
         backward_s = self._backward[stop] - self._backward[start] + around.backward_s
         input_s = self._input[stop] - self._input[start] + around.backward_s
         record_s = record[stop] - record[start] + around.forward_s
-        came_s = pass_s(profile, start, stop)  # frozen parameters are read ahead; where they come later, sections wait
+        came_s = profile.pass_s(start, stop)  # frozen parameters are read ahead; where they come later, sections wait
         forward_s, recompute_s, backward_s, input_s, record_s = (
             max(seconds, came_s) for seconds in (forward_s, recompute_s, backward_s, input_s, record_s)
         )
@@ -222,32 +222,17 @@ class Pricer:
             )
         return known
 
-    def _optimizer_s(self, starts: Sequence[int], ends: Sequence[int], replicas: int) -> float:
-        """Optimizer seconds of the slowest stage; with a sharded optimizer, until all have the new parameters."""
-        if self._profile.calibration.optimizer.sharded:
-            return max(self._sharded_s(*span, len(starts), replicas) for span in zip(starts, ends, strict=True))
-        optimizer, profile = self._profile.calibration.optimizer, self._profile
-        state, gradients, parameters = (
-            sums.before for sums in (profile.state_bytes, profile.gradient_bytes, profile.parameter_bytes)
-        )
-        spans = list(zip(starts, ends, strict=True))
-        here_s, streamed_s = [0.0] * len(spans), [0.0] * len(spans)
-        if optimizer.bytes_per_s is not None:
-            rate = optimizer.bytes_per_s
-            here_s = [(state[b] - state[a] + (gradients[b] - gradients[a])) / rate for a, b in spans]
-        if optimizer.host_bytes_per_s is not None:
-            rate = optimizer.host_bytes_per_s
-            streamed_s = [2 * (state[b] - state[a] - (parameters[b] - parameters[a])) / rate for a, b in spans]
-        return max(optimizer.fixed_s + here + streamed for here, streamed in zip(here_s, streamed_s, strict=True))
+    def _optimizer_s(self, start: int, stop: int, stages: int, replicas: int) -> float:
+        """Seconds of a stage's update, on the replica with the most state, and of the gather of what others updated.
 
-    def _sharded_s(self, start: int, stop: int, stages: int, replicas: int) -> float:
-        """Seconds of the fullest replica's update and of the gather, which is half an all-reduce of the parameters."""
-        profile, span = self._profile, range(start, stop)
-        optimizer, sharding = profile.calibration.optimizer, sharding_of(profile, start, stop, replicas)
-        state, parameters = profile.state_bytes.over(span) - sharding.absent_state, profile.parameter_bytes.over(span)
+        The gather is half an all-reduce of the parameters.
+        """
+        optimizer, sharding = self._profile.calibration.optimizer, sharding_of(self._profile, start, stop, replicas)
+        state, parameters = self._state[stop] - self._state[start], self._parameters[stop] - self._parameters[start]
+        state -= sharding.absent_state
         seconds = optimizer.fixed_s
         if optimizer.bytes_per_s is not None:
-            seconds += (state + profile.gradient_bytes.over(span)) / optimizer.bytes_per_s
+            seconds += (state + (self._gradients[stop] - self._gradients[start])) / optimizer.bytes_per_s
         if optimizer.host_bytes_per_s is not None:
             seconds += 2 * (state - parameters) / optimizer.host_bytes_per_s
         if sharding.gathered:

@@ -125,7 +125,7 @@ def predict(costs: PipelineCosts, plan: Plan) -> Prediction:
     further one adds the bottleneck's time, or the pace seen if waiting made that slower (docs/planning.md).
     """
     first, _ = plan.kinds[0]
-    return _longest(costs, plan, _most_of(plan, first), _simulated)
+    return _longest(costs, plan, _most_of(plan, first), simulate)
 
 
 def _longest(
@@ -133,7 +133,7 @@ def _longest(
 ) -> Prediction:
     """The longest step of pipelines that are cut alike, by what ``_most_of`` says of them."""
     found = (
-        replace(predict_cut(costs.at_speed(speed), alike, count, simulates=simulates), speed=speed)
+        replace(_predict_cut(costs.at_speed(speed), alike, count, simulates), speed=speed)
         for speed, count in most.items()
     )
     return max(found, key=attrgetter("step_s"))
@@ -163,7 +163,7 @@ def predictions(plan: Plan, calibrations: Calibrations, *, gpus_per_vm: int | No
         known = partial(_as_far_as_it_reaches, calibrations, plan, alike)
         costs, simulates = (
             spanning_costs(alike, known, gpus_per_vm=gpus_per_vm),
-            _simulated if plan.is_uniform else _again,
+            simulate if plan.is_uniform else _simulate_again,
         )
         found.append(_longest(costs, alike, _most_of(plan, replicas), simulates))
     return found
@@ -186,36 +186,25 @@ def _as_far_as_it_reaches(calibrations: Calibrations, plan: Plan, alike: Plan, n
     return known.model_copy(update={"across_vms": known.across_vms.model_copy(update={"rings": slowest.rings})})
 
 
-def _simulated(
-    costs: PipelineCosts,
-    micro_batches: int,
-    policy: str,
-    stash_limits: tuple[int, ...],
-    split_last: int,
-    empties: bool,
-) -> StepTrace:
-    return simulate(
-        costs,
-        micro_batches=micro_batches,
-        policy=policy,
-        stash_limits=stash_limits,
-        split_last=split_last,
-        empties=empties,
-    )
+_simulate_again = lru_cache(_REMEMBERED)(simulate)
 
 
-_again = lru_cache(_REMEMBERED)(_simulated)
-
-
-def predict_cut(
-    costs: PipelineCosts, plan: Plan, micro_batches: int, *, simulates: Callable[..., StepTrace] = _simulated
+def _predict_cut(
+    costs: PipelineCosts, plan: Plan, micro_batches: int, simulates: Callable[..., StepTrace]
 ) -> Prediction:
     """Simulate a step of one pipeline, cut as the first of ``plan``, with so many micro-batches."""
     stages = len(costs.stages)
     least = plan.first.stash_limits[0] + _SIMULATED_TURNS * stages + plan.first.split_last
     count = min(micro_batches, max(least, _SIMULATED_FORWARDS // stages))
     limits = [min(limit, count) for limit in plan.first.stash_limits]
-    trace = simulates(costs, count, plan.policy, tuple(limits), min(plan.first.split_last, count), plan.first.empties)
+    trace = simulates(
+        costs,
+        micro_batches=count,
+        policy=plan.policy,
+        stash_limits=tuple(limits),
+        split_last=min(plan.first.split_last, count),
+        empties=plan.first.empties,
+    )
     if count == micro_batches:
         return Prediction(trace=trace, repeated=0, pace_s=0.0)
     seen_s, backwards = _pace(trace, limits)

@@ -6,6 +6,7 @@ from itertools import accumulate
 from operator import add, sub
 
 from varuna.calibration.format import Calibration, SectionKind
+from varuna.schedule.buffers import FROZEN_PLACES
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,26 @@ class Profile:
     def sections(self) -> int:
         """Sections of the model."""
         return len(self.boundary_bytes)
+
+    def streams(self, start: int, stop: int) -> bool:
+        """Whether places for streamed parameters of sections [start, stop) take less than all, so that they pass."""
+        return self.streamed_bytes.before[-1] > 0 and self._places_bytes(start, stop) < self._streamed(start, stop)
+
+    def streaming_bytes(self, start: int, stop: int) -> int:
+        """Device memory for them."""
+        return int(min(self._places_bytes(start, stop), self._streamed(start, stop)))
+
+    def pass_s(self, start: int, stop: int) -> float:
+        """Seconds in which all of them come to the device once, as for each F, R and B."""
+        if not self.streams(start, stop):
+            return 0.0
+        return self._streamed(start, stop) / self.calibration.crossing_bytes_per_s
+
+    def _streamed(self, start: int, stop: int) -> float:
+        return self.streamed_bytes.before[stop] - self.streamed_bytes.before[start]
+
+    def _places_bytes(self, start: int, stop: int) -> float:
+        return FROZEN_PLACES * self.most_streamed_bytes.over(start, stop)
 
 
 def profile(calibration: Calibration, micro_batch: int, *, streams_frozen: bool = False) -> Profile:

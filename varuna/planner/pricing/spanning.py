@@ -21,17 +21,14 @@ def spanning_costs(plan: Plan, known_of: Callable[[str], Calibration], *, gpus_p
         gpus_per_vm: instead of the calibrations'.
     """
 
-    def alone(name: str, own: Sequence[int] | None = None) -> PipelineCosts:
+    def alone(name: str, own: Sequence[int]) -> PipelineCosts:
         known = known_of(name)
         figures = profile(known, plan.micro_batch, streams_frozen=plan.streams_frozen)
         vm_size = gpus_per_vm or known.hardware.gpus_per_vm
         return pipeline_costs(figures, plan, gpus_per_vm=vm_size, own=own)
 
-    if not plan.first.stage_classes:
-        return alone(plan.first.device_class)
-    return joined(
-        {name: alone(name, own) for name, own in stages_of(plan.first.stage_classes).items()}, plan.first.stage_classes
-    )
+    classes = tuple(map(plan.first.class_of, range(plan.stages)))
+    return join_classes({name: alone(name, own) for name, own in stages_of(classes).items()}, classes)
 
 
 def stages_of(classes: Sequence[str]) -> dict[str, list[int]]:
@@ -39,7 +36,7 @@ def stages_of(classes: Sequence[str]) -> dict[str, list[int]]:
     return {name: [k for k, each in enumerate(classes) if each == name] for name in dict.fromkeys(classes)}
 
 
-def joined(costs: Mapping[str, PipelineCosts], classes: Sequence[str]) -> PipelineCosts:
+def join_classes(costs: Mapping[str, PipelineCosts], classes: Sequence[str]) -> PipelineCosts:
     """One pipeline of what each class would take for all of its stages.
 
     A message is as slow as its slower end makes it, an exchange of a tied parameter as the slowest class, and the
@@ -50,6 +47,8 @@ def joined(costs: Mapping[str, PipelineCosts], classes: Sequence[str]) -> Pipeli
         classes: by stage.
     """
     some = next(iter(costs.values()))
+    if len(costs) == 1:
+        return some
     tied = zip(*(each.tied for each in costs.values()), strict=True)
     return replace(
         some,

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from varuna.core.devices import STAGING_BYTES
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.sharded_optimizer import UNSHARDED, Sharding, sharding_of
-from varuna.planner.pricing.streamed import are_streamed, on_device_bytes
 from varuna.schedule.buffers import ACTIVATIONS_COMING, GRADIENTS_COMING, MESSAGES_LEAVING, SAMPLES_AHEAD
 
 
@@ -35,6 +34,28 @@ class ActivationBudget(NamedTuple):
 
 
 _NONE = ActivationBudget(-1.0, 0, 0)
+
+
+class StateBytes(NamedTuple):
+    """Bytes of sections that are in use throughout a step, or that only grow while it runs."""
+
+    parameters: int
+    """With places for those that are streamed."""
+    gradients: int
+    """One accumulator per section, also for tied parameters: a morph may part the sections.
+
+    On a CPU with D > 1, room for the largest as well: sums of one section after another are added up in a copy.
+    """
+    optimizer: int
+    """Without what other replicas hold."""
+    reserved: int
+    """Memory that a job never gets."""
+    statistics: int
+    """Bytes that micro-batches leave for buffers until the step is applied, and the buffers, before and after it."""
+    staged: int
+    """Offloaded state on its way through a GPU: memory that torch keeps for the stream of its copies."""
+
+
 _DEEP = MESSAGES_LEAVING + 2
 """From this depth on, more micro-batches in flight have no more messages."""
 
@@ -89,15 +110,13 @@ class Spans:
             one_memory: samples are read, and messages come, into the memory that computes, as on a CPU.
         """
         self.profile, self.limit_bytes, self.host_limit_bytes = profile, limit_bytes, host_limit_bytes
-        self.reserved = profile.calibration.hardware.reserved_bytes
         self._streamed_bytes = profile.calibration.optimizer.streamed_bytes
         self._stages_state = profile.calibration.optimizer.host_bytes_per_s is not None
         self._together = profile.calibration.optimizer.together
         self._tied = profile.calibration.tied
         gaps = [b - a for tied in self._tied for a, b in pairwise(tied.sections)]
         self._tied_span = min(gaps, default=profile.sections)  # shorter stages hold no parameter twice
-        self._resident, self._activations = profile.resident_bytes.before, profile.activation_bytes.before
-        self._own, self._inputs = profile.own_bytes.before, profile.input_bytes.before
+        self._activations, self._inputs = profile.activation_bytes.before, profile.input_bytes.before
         self._working, self._forward = profile.working_bytes.over, profile.forward_bytes
         self._inner_forward = profile.inner_forward_bytes.over
         self._being_read = int(self._inputs[-1]) if one_memory else 0
@@ -115,17 +134,17 @@ class Spans:
         self._leaving, self._returning = (0, *behind), back
         self._replicas = replication.sharing if profile.calibration.optimizer.sharded else 1
         self._adds_copies = replication.adds_copies
-        self._noted = profile.statistics_bytes.before
         self._noting, self._all_noting = replication.noting, replication.all_noting
         self._has_host_bytes = bool(profile.host_bytes.before[-1])
         self._saving = replication.saving
-        others_note = self._noted[-1] > 0 and self._all_noting > self._noting
+        others_note = profile.statistics_bytes.before[-1] > 0 and self._all_noting > self._noting
         self._has_updates = bool(
             profile.update_bytes.before[-1] or self._streamed_bytes or self._replicas > 1 or others_note
         )
         self._sharding: dict[tuple[int, int], Sharding] = {}
         self._rooms: dict[tuple[int, int, bool], ActivationBudget] = {}
         self._peaks: dict[tuple[int, int, int, bool], float] = {}
+        self._works: dict[tuple[int, int], float] = {}
         self._known_s: dict[tuple[int, ...], dict[tuple[int, int], float]] = {}
 
     def known_s(self, role: tuple[int, ...]) -> dict[tuple[int, int], float]:
@@ -143,16 +162,29 @@ class Spans:
     def _room(self, start: int, stop: int, copies: bool) -> ActivationBudget:
         limit = float("inf") if self.limit_bytes is None else self.limit_bytes
         host_limit = float("inf") if self.host_limit_bytes is None else self.host_limit_bytes
-        state = self._resident[stop] - self._resident[start] + self.reserved
-        if stop - start > self._tied_span:
-            state -= sum(self.counted_twice(start, stop))
-        state += self.copied_sums(start, stop) + self.statistics(start, stop) - self.lent(start, stop)
-        state += self.staged(start, stop) + on_device_bytes(self.profile, start, stop)
+        state = sum(self.state(start, stop))
         free = limit - state
         if state + self.update(start, stop, copies) > limit or self.host_bytes(start, stop, copies) > host_limit:
             return _NONE
         read, incoming = self._inputs[stop] - self._inputs[start], self.incoming[start]
         return ActivationBudget(free - self.ahead(start, stop), incoming, incoming + read)
+
+    def state(self, start: int, stop: int) -> StateBytes:
+        """Return the parts of what is in use throughout a step."""
+        profile, span = self.profile, range(start, stop)
+        twice_parameters, twice_optimizer = self._counted_twice(start, stop)
+        own_bytes = int(profile.parameter_bytes.over(span) - profile.streamed_bytes.over(span))
+        copied_bytes = int(profile.most_gradient_bytes.over(start, stop)) if self._adds_copies else 0
+        on_host = profile.calibration.optimizer.host_bytes_per_s is not None
+        absent_bytes = 0 if on_host else self.sharding(start, stop).absent_state
+        return StateBytes(
+            parameters=own_bytes - twice_parameters + profile.streaming_bytes(start, stop),
+            gradients=int(profile.gradient_bytes.over(span)) + copied_bytes,
+            optimizer=int(profile.optimizer_bytes.over(span)) - twice_optimizer - absent_bytes,
+            reserved=profile.calibration.hardware.reserved_bytes,
+            statistics=int((self._noting + 2) * profile.statistics_bytes.over(span)),
+            staged=self._streamed(start, stop) if self._stages_state else 0,
+        )
 
     def ahead(self, start: int, stop: int) -> float:
         """Samples that a stage reads ahead: what it needs of them, and all of those that are being read."""
@@ -270,13 +302,15 @@ class Spans:
 
         Between I and W of a section, what its linears took and the gradients of what they made take their place.
         """
-        activations = self._activations
-        working = self._held_to(self._working, start, stop) - activations[start]
-        if not self._splits or not start:
-            return working
-        queued = self._queued
-        splitting = self._held_to(self._splitting, start, stop) + queued[stop] - activations[start]
-        return max(working, splitting, self._weighing(start, stop) - queued[start])
+        known = self._works.get((start, stop))
+        if known is None:
+            activations, queued = self._activations, self._queued
+            known = self._held_to(self._working, start, stop) - activations[start]
+            if self._splits and start:
+                splitting = self._held_to(self._splitting, start, stop) + queued[stop] - activations[start]
+                known = max(known, splitting, self._weighing(start, stop) - queued[start])
+            self._works[start, stop] = known
+        return known
 
     def _held_to(self, needed: Callable[[int, int], float], start: int, stop: int) -> float:
         """Return what sections need with the message that has come: it is whole until its last gradient was used.
@@ -329,18 +363,11 @@ class Spans:
         needed = profile.update_bytes.over(span) if self._together else profile.most_update_bytes.over(start, stop)
         if not self._stages_state:
             needed += self._streamed(start, stop)
-        needed += (self._all_noting - self._noting) * (self._noted[stop] - self._noted[start])
-        own = self._own[stop] - self._own[start]
-        if not copies or not own:
-            return max(needed, sharding.gathered)
-        own -= sharding.absent_state + sharding.absent_parameters
-        if stop - start > self._tied_span:
-            own -= sum(self.counted_twice(start, stop))
+        needed += (self._all_noting - self._noting) * profile.statistics_bytes.over(span)
+        own = profile.own_bytes.over(span) if copies else 0
+        if own:
+            own -= sharding.absent_state + sharding.absent_parameters + sum(self._counted_twice(start, stop))
         return max(needed + own, sharding.gathered)
-
-    def staged(self, start: int, stop: int) -> int:
-        """Device memory through which offloaded state passes: torch keeps what a stream had for that stream."""
-        return self._streamed(start, stop) if self._stages_state else 0
 
     def _streamed(self, start: int, stop: int) -> int:
         return int(min(self._streamed_bytes, self.profile.state_bytes.over(range(start, stop))))
@@ -351,7 +378,7 @@ class Spans:
         Without a device, parameters that are streamed rest in a file.
         """
         pinned = pinned_bytes(self.profile, range(start, stop), self._saving) if self._saving else 0
-        if self._saving and are_streamed(self.profile, start, stop):
+        if self._saving and self.profile.streams(start, stop):
             pinned += int(self.profile.streamed_bytes.over(range(start, stop)))
         return self._offloaded(start, stop, copies) + pinned
 
@@ -376,25 +403,11 @@ class Spans:
             known = self._sharding[start, stop] = sharding_of(self.profile, start, stop, self._replicas)
         return known
 
-    def copied_sums(self, start: int, stop: int) -> int:
-        """Room in which the sums of one section after another are added to those of other replicas."""
-        return int(self.profile.most_gradient_bytes.over(start, stop)) if self._adds_copies else 0
-
-    def statistics(self, start: int, stop: int) -> int:
-        """Return what a replica's micro-batches leave for buffers, which are updated when the step is applied.
-
-        The bytes include the buffers themselves, as they are and as they were before the newest step.
-        """
-        return int((self._noting + 2) * (self._noted[stop] - self._noted[start]))
-
-    def lent(self, start: int, stop: int) -> int:
-        """Optimizer state that would be on the device, but is on other replicas."""
-        on_host = self.profile.calibration.optimizer.host_bytes_per_s is not None
-        return 0 if on_host else self.sharding(start, stop).absent_state
-
-    def counted_twice(self, start: int, stop: int) -> tuple[int, int]:
+    def _counted_twice(self, start: int, stop: int) -> tuple[int, int]:
         """Parameter and optimizer bytes of tied parameters beyond their first section in the span."""
         parameters = optimizer = 0
+        if stop - start <= self._tied_span:
+            return 0, 0
         profile = self.profile
         for tied in self._tied:
             for index in [section for section in tied.sections if start <= section < stop][1:]:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.pricing.spans import Spans
-from varuna.planner.pricing.streamed import on_device_bytes, pass_s
 from varuna.schedule.buffers import STASH_IN_TRANSIT
 
 
@@ -36,20 +35,14 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
-    """The parts of a stage's memory at its peak, in bytes."""
+    """The parts of a stage's memory at its peak, in bytes; the first six are its ``StateBytes``."""
 
     parameters: int
-    """With places for those that are streamed."""
     gradients: int
-    """One accumulator per section, also for tied parameters: a morph may part the sections.
-
-    On a CPU with D > 1, room for the largest as well: replicas' sums are added up in a copy.
-    """
     optimizer: int
     reserved: int
-    """Memory that a job never gets."""
     statistics: int = 0
-    """Bytes that micro-batches leave for buffers until the step is applied, and the buffers."""
+    staged: int = 0
     stash: int
     """Inputs of the n_k micro-batches in flight, their samples, and inputs that have arrived and wait.
 
@@ -72,8 +65,6 @@ class StageBytes:
 
     Where a step may be applied before the vote, parameters and state as they were too, unless host memory has them.
     """
-    staged: int = 0
-    """Offloaded state on its way through a GPU: memory that torch keeps for the stream of its copies."""
     host: int = 0
     """Offloaded optimizer state, its copy, frozen parameters, what is pinned, and inputs that wait there: in host
     memory, no part of ``total``.
@@ -81,7 +72,7 @@ class StageBytes:
 
     @property
     def state(self) -> int:
-        """Bytes that are in use throughout a step, or that only grow while it runs."""
+        """Bytes in use throughout a step."""
         return self.parameters + self.gradients + self.optimizer + self.reserved + self.statistics + self.staged
 
     @property
@@ -95,7 +86,7 @@ class Sizer:
 
     def __init__(
         self,
-        spans: Spans,
+        spans: Sequence[Spans],
         *,
         wanted: Sequence[int],
         least: Sequence[int],
@@ -106,7 +97,7 @@ class Sizer:
         """Prepare for the probes of a balancing.
 
         Args:
-            spans: what sections need whatever the stage.
+            spans: by stage, what sections need on its device.
             wanted: in-flight depth of each stage where memory allows.
             least: depth below which a stage does not fit.
             may_keep: whether activations of some sections may be kept, and others not.
@@ -114,23 +105,18 @@ class Sizer:
             tentative: steps may be applied before the vote, on copies; a lone stage applies none so.
         """
         self._spans = spans
-        self._profile = profile = spans.profile
-        self._is_limited = spans.limit_bytes is not None or spans.host_limit_bytes is not None
         self._wanted = wanted
         self._least = least
-        self._adaptive = may_keep
-        self._may_keep = may_keep and spans.limit_bytes is not None
+        self._may_keep = may_keep
         self._last = len(wanted) - 1
         self._stash_moves = stash_moves
         self._copies = tentative and self._last > 0
         self._recomputes = [k < self._last and depth > 1 for k, depth in enumerate(wanted)]
         # What the stage before has sent and this one has not run yet waits here.
-        self.waiting = (0, *(max(0, before - own) for before, own in pairwise(wanted)))
-        self._activations = profile.activation_bytes.before
-        self._work, self._recompute = profile.work_s.before, profile.recompute_s.before
-        roles = zip(wanted, self.waiting, least, self._recomputes, strict=True)
+        self._waiting = (0, *(max(0, before - own) for before, own in pairwise(wanted)))
+        roles = zip(wanted, self._waiting, least, self._recomputes, strict=True)
         shared = (may_keep, stash_moves, self._copies)
-        self._known_s = [spans.known_s((*role, k == self._last, *shared)) for k, role in enumerate(roles)]
+        self._known_s = [spans[k].known_s((*role, k == self._last, *shared)) for k, role in enumerate(roles)]
 
     def seconds(self, stage: int, start: int, stop: int) -> float:
         """Work for one micro-batch on a stage of sections [start, stop); infinite if they do not fit."""
@@ -143,22 +129,22 @@ class Sizer:
 
     def _seconds(self, stage: int, start: int, stop: int) -> float:
         first_kept, depth, moved = stop, 0, 0
-        if self._is_limited:
+        spans, profile = self._spans[stage], self._spans[stage].profile
+        if spans.limit_bytes is not None or spans.host_limit_bytes is not None:
             depth, first_kept, moved = self._fit(stage, start, stop, self._wanted[stage])
             if not depth:
                 return float("inf")
-        work, forward = self._work, self._profile.forward_s.before
-        whole_s, came_s = work[stop] - work[start], pass_s(self._profile, start, stop)
+        work, forward, recompute = profile.work_s.before, profile.forward_s.before, profile.recompute_s.before
+        whole_s, came_s = work[stop] - work[start], profile.pass_s(start, stop)
         if came_s:  # parameters come once more for each pass
             forward_s = forward[stop] - forward[start]
             whole_s = max(forward_s, came_s) + max(whole_s - forward_s, came_s)
         if not self._recomputes[stage]:
             return whole_s
-        whole_s += max(self._recompute[first_kept] - self._recompute[start], came_s)
-        return max(whole_s, self._crossing_s(start, stop, moved, depth)) if moved else whole_s
-
-    def _crossing_s(self, start: int, stop: int, moved: int, depth: int) -> float:
-        return crossing_time_s(self._profile, range(start, stop), moved=moved, depth=depth)
+        whole_s += max(recompute[first_kept] - recompute[start], came_s)
+        if not moved:
+            return whole_s
+        return max(whole_s, crossing_time_s(profile, range(start, stop), moved=moved, depth=depth))
 
     def size(self, stage: int, start: int, stop: int, *, most: int | None = None) -> Size | None:
         """Depth, at most ``most``, and kept sections; None if not even the least depth fits."""
@@ -168,19 +154,32 @@ class Sizer:
         depth, first_kept, moved = self._fit(stage, start, stop, wanted)
         return Size(depth, stop - first_kept, moved) if depth else None
 
+    def sizes(self, starts: Sequence[int]) -> tuple[Size, ...]:
+        """The sizes of stages that fit, which begin with these sections: none deeper than the next stage allows."""
+        ends = (*starts[1:], self._spans[0].profile.sections)
+        sizes: list[Size] = []
+        most = None
+        for k in reversed(range(len(starts))):
+            size = self.size(k, starts[k], ends[k], most=most)
+            assert size is not None, "the balance fits"
+            sizes.append(size)
+            most = size.depth + self._waiting[k]  # more than that would pile up here
+        return tuple(reversed(sizes))
+
     def _fit(self, stage: int, start: int, stop: int, wanted: int) -> tuple[int, int, int]:
         """Depth, at most ``wanted``, first section that is kept, and inputs moved; depth 0 if it does not fit."""
-        activations = self._activations
-        free, incoming, each = self._spans.room(start, stop, self._copies)
+        spans = self._spans[stage]
+        free, incoming, each = spans.room(start, stop, self._copies)
         if free < 0:
             return 0, stop, 0
-        if self._spans.limit_bytes is None:
-            if not self._adaptive or stage == self._last:
+        if spans.limit_bytes is None:
+            if not self._may_keep or stage == self._last:
                 return wanted, stop, 0
             # Sections without activations count as kept: a stage without gradients then needs no R at all.
+            activations = spans.profile.activation_bytes.before
             return wanted, bisect_left(activations, activations[stop], start, stop), 0
         depth, most_moved = wanted, 0
-        free -= self.waiting[stage] * incoming
+        free -= self._waiting[stage] * incoming
         peak = self._peak(stage, start, stop, wanted)
         places = wanted if free - peak >= wanted * each else self._places(stage, start, stop, free, each, peak)
         if each and self._stash_moves and places >= STASH_IN_TRANSIT:
@@ -200,7 +199,7 @@ class Sizer:
 
     def _peak(self, stage: int, start: int, stop: int, depth: int) -> float:
         """Activations and messages if nothing is kept."""
-        return self._spans.bare_peak(start, stop, depth, recomputes=self._recomputes[stage])
+        return self._spans[stage].bare_peak(start, stop, depth, recomputes=self._recomputes[stage])
 
     def _places(self, stage: int, start: int, stop: int, free: float, each: float, peak: float) -> int:
         """The most micro-batches in flight that fit into ``free`` bytes, where those wanted, of this peak, do not."""
@@ -221,7 +220,7 @@ class Sizer:
         """First section from which on activations fit, from ``lowest`` on."""
         if not self._may_keep or stage == self._last or depth == 1:
             return stop
-        return self._spans.first_kept(start, stop, depth, room, lowest=start if lowest is None else lowest)
+        return self._spans[stage].first_kept(start, stop, depth, room, lowest=start if lowest is None else lowest)
 
     def _fit_moving(
         self, stage: int, start: int, stop: int, depth: int, most_moved: int, free: float, each: float
@@ -232,7 +231,7 @@ class Sizer:
         lowest = start + 1 if moved else start  # a stage without R has nothing that waits for it
         first_kept = self._first_kept(stage, start, stop, depth, free, lowest)
         if moved:
-            free -= self._spans.flying(start, first_kept, stop, depth)
+            free -= self._spans[stage].flying(start, first_kept, stop, depth)
             moved = _worth_moving(moved - int(free // each))
         return depth, first_kept, moved
 
@@ -245,10 +244,10 @@ class Sizer:
         """Number of a stage's inputs that host memory has room for."""
         if stage == self._last:
             return 0
-        limit = self._spans.host_limit_bytes
+        limit = self._spans[stage].host_limit_bytes
         if limit is None:
             return self._wanted[stage]
-        return int((limit - self.host_bytes(start, stop)) // each)
+        return int((limit - self.host_bytes(stage, start, stop)) // each)
 
     def detail(self, stage: int, start: int, stop: int, size: Size, split_last: int | None = None) -> StageBytes:
         """Return the parts of the memory of stage ``stage`` with sections [start, stop).
@@ -260,11 +259,8 @@ class Sizer:
             size: depth, and what is kept and moved.
             split_last: so many W's wait at most; None: all may.
         """
-        profile, spans, span = self._profile, self._spans, range(start, stop)
-        twice_parameters, twice_optimizer = spans.counted_twice(start, stop)
-        parameters = int(profile.parameter_bytes.over(span) - profile.streamed_bytes.over(span)) - twice_parameters
-        parameters += on_device_bytes(profile, start, stop)
-        optimizer = int(profile.optimizer_bytes.over(span)) - twice_optimizer - spans.lent(start, stop)
+        spans, span = self._spans[stage], range(start, stop)
+        profile = spans.profile
         kept = int(profile.activation_bytes.over(range(stop - size.kept, stop)))
         held = int(spans.held(start, stop - size.kept, stop))
         live, messages = spans.peak(start, stop, stop - size.kept, size.depth, recomputes=self._recomputes[stage])
@@ -273,20 +269,15 @@ class Sizer:
         else:
             spared = max(0, size.depth - 1 - split_last) * int(spans.more_held(start, stop))
         return StageBytes(
-            parameters=parameters,
-            gradients=int(profile.gradient_bytes.over(span)) + spans.copied_sums(start, stop),
-            optimizer=optimizer,
-            reserved=spans.reserved,
-            statistics=spans.statistics(start, stop),
-            stash=(size.on_device + self.waiting[stage]) * spans.incoming[start]
+            **spans.state(start, stop)._asdict(),
+            stash=(size.on_device + self._waiting[stage]) * spans.incoming[start]
             + size.on_device * int(profile.input_bytes.over(span))
             + int(spans.ahead(start, stop)),
             kept=kept + (size.depth - 1) * held - spared,
             live=int(live) - kept,
             messages=messages,
             update=int(spans.update(start, stop, self._copies)),
-            staged=spans.staged(start, stop),
-            host=self.host_bytes(start, stop) + size.moved * entry_bytes(profile, span),
+            host=self.host_bytes(stage, start, stop) + size.moved * entry_bytes(profile, span),
         )
 
     def least_bytes(self, stage: int, start: int, stop: int) -> int:
@@ -295,9 +286,9 @@ class Sizer:
         moves = self._stash_moves and stage < self._last and least > STASH_IN_TRANSIT
         return self.detail(stage, start, stop, Size(least, 0, least if moves else 0)).total
 
-    def host_bytes(self, start: int, stop: int) -> int:
+    def host_bytes(self, stage: int, start: int, stop: int) -> int:
         """Return the lasting bytes of sections [start, stop) in host memory beside a device."""
-        return self._spans.host_bytes(start, stop, self._copies)
+        return self._spans[stage].host_bytes(start, stop, self._copies)
 
 
 def _worth_moving(inputs: int) -> int:

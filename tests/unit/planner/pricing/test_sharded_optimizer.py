@@ -22,7 +22,7 @@ LITTLE = 1500 * MB  # one worker alone needs 1800, and 1400 if eight share state
 
 def sizer(calibration: Calibration, replicas: int) -> Sizer:
     spans = Spans(profile(calibration, 1), replication=Replication(sharing=replicas))
-    return Sizer(spans, wanted=[1], least=[1], may_keep=False)
+    return Sizer([spans], wanted=[1], least=[1], may_keep=False)
 
 
 @pytest.mark.parametrize(("replicas", "held"), [(1, 4), (2, 4), (3, 3), (4, 2), (8, 1)])

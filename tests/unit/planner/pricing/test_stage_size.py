@@ -36,7 +36,14 @@ def sizer(
         profile(calibration, micro_batch), limit_bytes=limit_bytes, host_limit_bytes=host_limit_bytes, splits=splits
     )
     least = [1] * len(wanted)
-    return Sizer(spans, wanted=wanted, least=least, may_keep=may_keep, stash_moves=stash_moves, tentative=tentative)
+    return Sizer(
+        [spans] * len(wanted),
+        wanted=wanted,
+        least=least,
+        may_keep=may_keep,
+        stash_moves=stash_moves,
+        tentative=tentative,
+    )
 
 
 def test_a_stage_needs_state_stash_activations_and_messages() -> None:
