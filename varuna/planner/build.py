@@ -48,7 +48,7 @@ class BuiltPlan:
     """Factor of its wanted in-flight depths."""
     stash_moves: bool
     """Whether its stash was allowed to wait in host memory."""
-    leans: bool
+    front_loaded: bool
     """Whether early stages got more work, as the way to them and back is shorter."""
     bound_s: float
     promise_s: float
@@ -153,8 +153,8 @@ class Builder:
             ways += [(factor, True, False) for factor in self.factors()]
         if built.is_short and built.shape.stages > 1:
             ways += [(factor, moves, True) for factor, moves, _ in ((built.factor, built.stash_moves, False), *ways)]
-        for factor, moves, leans in ways:
-            other = self.build(built.shape, factor, pace_s, stash_moves=moves, leans=leans)
+        for factor, moves, front_loaded in ways:
+            other = self.build(built.shape, factor, pace_s, stash_moves=moves, front_loaded=front_loaded)
             if other is not None and (other.starts, other.sizes) not in seen:
                 seen.add((other.starts, other.sizes))
                 yield other
@@ -175,7 +175,7 @@ class Builder:
         *,
         classes: tuple[str, ...] = (),
         stash_moves: bool = False,
-        leans: bool = False,
+        front_loaded: bool = False,
     ) -> BuiltPlan | None:
         """The plan of a shape, balanced; None if it does not fit.
 
@@ -185,17 +185,17 @@ class Builder:
             hint_s: a guess at the slowest stage's time.
             classes: of devices by stage, where they are several.
             stash_moves: what waits for R may wait in host memory.
-            leans: early stages get more.
+            front_loaded: early stages get more.
         """
         classes = classes or (next(iter(self._parts)),) * shape.stages
-        longest = longest_run(shape, self.request.global_batch) if leans else 0
+        longest = longest_run(shape, self.request.global_batch) if front_loaded else 0
         wanted = self._wanted_depths(shape, factor)
         way = (classes, wanted, stash_moves, self._replications(shape), longest)
         if way not in self._balanced:  # with another D it is mostly the same
             sizer = self._sizer(*way[:4])
             least_s = 1 / sum(1 / self._parts[name].work_s for name in classes)
             starts = balance_stages(
-                _leaning(sizer, least_s / longest) if leans else sizer.seconds,
+                _front_loading(sizer, least_s / longest) if front_loaded else sizer.seconds,
                 sections=self.profile.sections,
                 stages=shape.stages,
                 cuts_s=self._cuts_s,
@@ -205,7 +205,7 @@ class Builder:
             )
             self._balanced[way] = (starts, sizer.sizes(starts)) if starts else None
         balanced = self._balanced[way]
-        return None if balanced is None else self._bounded(shape, classes, *balanced, factor, stash_moves, leans)
+        return None if balanced is None else self._bounded(shape, classes, *balanced, factor, stash_moves, front_loaded)
 
     def moved(self, built: BuiltPlan, starts: tuple[int, ...], factor: int) -> BuiltPlan | None:
         """The same shape with other boundaries or in-flight depths; None if it does not fit."""
@@ -214,7 +214,7 @@ class Builder:
         if any(sizer.size(k, starts[k], ends[k]) is None for k in range(built.shape.stages)):
             return None
         sizes = sizer.sizes(starts)
-        return self._bounded(built.shape, built.classes, starts, sizes, factor, built.stash_moves, built.leans)
+        return self._bounded(built.shape, built.classes, starts, sizes, factor, built.stash_moves, built.front_loaded)
 
     def misfit(self, shape: Shape) -> OutOfMemory:
         """Say why a shape does not fit, and how many bytes it lacks, balanced as if there were enough memory."""
@@ -288,7 +288,7 @@ class Builder:
         sizes: tuple[Size, ...],
         factor: int,
         stash_moves: bool,
-        leans: bool,
+        front_loaded: bool,
     ) -> BuiltPlan:
         split_last, longest = self._split_last(shape), longest_run(shape, self.request.global_batch)
         costs = self._costs(shape, classes, starts, sizes, splits=split_last > 0)
@@ -312,7 +312,7 @@ class Builder:
             costs=costs,
             factor=factor,
             stash_moves=stash_moves,
-            leans=leans,
+            front_loaded=front_loaded,
             bound_s=bound_s,
             promise_s=bound_s if short else bound_s * (1 + excess),
             is_short=short,
@@ -379,7 +379,7 @@ class Builder:
         )
 
 
-def _leaning(sizer: Sizer, way_s: float) -> Weigh:
+def _front_loading(sizer: Sizer, way_s: float) -> Weigh:
     """Seconds of a stage, and its share in the way of the first micro-batch to it and of the last one from it.
 
     A stage that is busy all the time still begins late and is not the last to end: of few micro-batches, early

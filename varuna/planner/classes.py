@@ -123,7 +123,7 @@ def _through_regions(request: PlanRequest) -> PlanRequest:
 
 
 def _are_alike(request: PlanRequest) -> bool:
-    """Whether the slowest class is so little slower that pipelines of several classes may be worth it."""
+    """Return whether the slowest class is so little slower that pipelines of several classes may be worth it."""
     times_s = [request.calibrations.of(name).compute_s(1) for name in request.classes]
     return max(times_s) <= _ALIKE * min(times_s)
 

@@ -58,7 +58,7 @@ def _kept_bytes(plan: Plan, request: PlanRequest) -> list[int]:
 
 
 def _fits(plan: Plan, request: PlanRequest) -> bool:
-    """Whether every worker has the memory, of its host or the device's, that is promised."""
+    """Return whether every worker has the memory, of its host or the device's, that is promised."""
     apart = request.memory_apart
     for pipeline in plan.pipelines:
         for stage, needed_bytes in enumerate(pipeline.host_bytes if apart else pipeline.memory_bytes):
@@ -81,7 +81,7 @@ def _with_memory(plan: Plan, kept_bytes: Sequence[int], request: PlanRequest) ->
 
 
 def are_worth_it(plan: Plan, request: PlanRequest) -> bool:
-    """Whether the copies of a plan cost less than they save.
+    """Return whether the copies of a plan cost less than they save.
 
     Without a rate of losses, those of sums may keep a link busy for a small part of a step; with one they are weighed.
     Memory checkpoints are made as rarely as their price asks for: without others in a store they are always worth it.

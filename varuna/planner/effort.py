@@ -39,7 +39,7 @@ class Effort:
     walked_within: float = 1.35
     """Plans that take so much longer than the best may become the best by a few moves."""
     walked_forwards: int = 16_000
-    """Simulated on all walks from plans that lean, and as many from those that do not."""
+    """Simulated on all walks from front-loaded plans, and as many from others."""
     forwards_of_a_walk: int = 4_000
     """Simulated on one walk."""
     factors: tuple[int, ...] = (1, 2, 3, 4)

@@ -143,7 +143,7 @@ class Guesser:
         )
 
     def fits(self, stages: int) -> bool:
-        """Whether P stages may fit: all together, and the one with S / P sections or more."""
+        """Return whether P stages may fit: all together, and the one with S / P sections or more."""
         limit_bytes = self.request.limit_bytes
         if limit_bytes is None:
             return True

@@ -56,7 +56,7 @@ def candidate_sizes(request: PlanRequest) -> Iterator[tuple[int, ...]]:
     else:
         most = request.global_batch if request.leaves_idle else max(1, request.global_batch // request.count)
         within = [m for m in measured if m <= most] or [1]
-        sizes = tuple(within[: _where_it_stops_improving(request.calibration, within) + 1])
+        sizes = tuple(within[: _last_that_improves(request.calibration, within) + 1])
         nominal = choose_micro_batch(request.global_batch, None)
         if sizes[-1] < nominal <= most and _is_cut_short(request.calibration, nominal):
             sizes = (*sizes, nominal)
@@ -68,7 +68,7 @@ def candidate_sizes(request: PlanRequest) -> Iterator[tuple[int, ...]]:
         yield (size,)
 
 
-def _where_it_stops_improving(calibration: Calibration, sizes: list[int]) -> int:
+def _last_that_improves(calibration: Calibration, sizes: list[int]) -> int:
     """Index of the lowest m than which no larger one is better per example by 1 %."""
     per_example = [_per_example_s(calibration, m) for m in sizes]
     return next(i for i, seconds in enumerate(per_example) if seconds * _WORTH <= min(per_example))
@@ -79,7 +79,7 @@ def _per_example_s(calibration: Calibration, micro_batch: int) -> float:
 
 
 def knows_sizes(calibration: Calibration, global_batch: int) -> bool:
-    """Whether enough sizes were tried: all within the batch, or up to where larger ones stopped being better."""
+    """Return whether enough sizes were tried: all within the batch, or up to where larger ones stopped being better."""
     sizes = calibration.sizes
     if global_batch <= max(calibration.sized_for, *(size if len(sizes) > 1 else 0 for size in sizes)):
         return True
@@ -87,13 +87,13 @@ def knows_sizes(calibration: Calibration, global_batch: int) -> bool:
 
 
 def _stops_improving(calibration: Calibration) -> bool:
-    """Whether the last two of the sizes were hardly better than the one before."""
+    """Return whether the last two of the sizes were hardly better than the one before."""
     last = [_per_example_s(calibration, m) for m in calibration.sizes[-3:]]
     return len(last) == 3 and min(last[1:]) > _STALE * last[0]
 
 
 def _is_cut_short(calibration: Calibration, nominal: int) -> bool:
-    """Whether time or memory ended before sizes as large as the nominal choice were tried."""
+    """Return whether time or memory ended before sizes as large as the nominal choice were tried."""
     return calibration.sizes[-1] < nominal and not _stops_improving(calibration)
 
 

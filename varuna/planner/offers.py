@@ -122,7 +122,7 @@ def _guesses(request: PlanRequest, offers: Sequence[Offer]) -> Iterator[_Guess]:
 
 
 def _is_sensible(offers: Sequence[Offer], gpus: Sequence[int]) -> bool:
-    """Whether dearer GPUs of a class are only rented once all of a cheaper offer are, or none."""
+    """Return whether dearer GPUs of a class are only rented once all of a cheaper offer are, or none."""
     rented = [(offer, count) for offer, count in zip(offers, gpus, strict=True)]
     return not any(
         count and cheaper.device_class == offer.device_class and cheaper.price_per_hour < offer.price_per_hour

@@ -80,7 +80,7 @@ def _nobody_idle(ranking: Ranking, request: PlanRequest) -> Ranking:
 
 
 def _may_mix_depths(request: PlanRequest) -> bool:
-    """Whether pipelines may be of different depth.
+    """Return whether pipelines may be of different depth.
 
     Not where the user has fixed one; where replicas of a stage share out their state; or where nothing was measured:
     nominal figures do not know what a stage more is worth.

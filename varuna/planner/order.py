@@ -35,5 +35,5 @@ def _splits(plan: Plan, costs: PipelineCosts) -> set[int]:
 
 
 def _may_empty(plan: Plan, costs: PipelineCosts) -> bool:
-    """Whether the stage before the last has R's, and the policy may spare them."""
+    """Return whether the stage before the last has R's, and the policy may spare them."""
     return plan.policy == "adaptive" and plan.stages > 1 and not costs.stages[-2].keeps_all

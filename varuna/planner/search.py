@@ -1,6 +1,6 @@
 """The search for the best equal pipelines: bound all shapes, simulate the best, walk to neighbours, rank.
 
-docs/planning.md has its words: guess, bound, promise, factor, leaning, walk.
+docs/planning.md has its words: guess, bound, promise, factor, front-loading, walk.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,7 +75,7 @@ class Search:
             self._queue.append((score, next(self._order), depth))
         heapify(self._queue)
         self._best: dict[Shape, Simulated] = {}
-        self._starts: dict[tuple[Shape, bool], _Start] = {}  # the best by shape, and whether it leans
+        self._starts: dict[tuple[Shape, bool], _Start] = {}  # the best by shape, and whether it is front-loaded
         self._misfits: list[OutOfMemory] = []
         self._beaten: list[_Entry] = []  # by the best plans so far, in the order of their scores
         self._spent = 0  # forwards simulated
@@ -141,10 +141,10 @@ class Search:
         if known is not None and score > slack * self._score_of(known):
             return
         plan = self._builders[built.shape.micro_batch].plan(built)
-        if not built.leans:
+        if not built.front_loaded:
             self._spent += plan.stages * min(len(plan.micro_batches_of(0)), 4 * plan.stages)
         tried = simulated(built.costs, plan)
-        family = built.shape, built.leans
+        family = built.shape, built.front_loaded
         if built.is_short and (family not in self._starts or tried.step_s < self._starts[family].tried.step_s):
             self._starts[family] = _Start(tried, built)
         if known is None or tried.step_s < known.step_s:
@@ -153,13 +153,13 @@ class Search:
 
     def _walk(self, within: float) -> None:
         """Go on to neighbours from plans of short steps, the best first, that have a score within this."""
-        walked = {False: 0, True: 0}  # forwards, from plans that lean or not
+        walked = {False: 0, True: 0}  # forwards, from front-loaded plans or not
         for start in sorted(self._starts.values(), key=lambda start: self._score_of(start.tried)):
-            shape, leans = start.built.shape, start.built.leans
-            if self._score_of(start.tried) <= within and walked[leans] < self._effort.walked_forwards:
+            shape, front_loaded = start.built.shape, start.built.front_loaded
+            if self._score_of(start.tried) <= within and walked[front_loaded] < self._effort.walked_forwards:
                 builder, most_forwards = self._builders[shape.micro_batch], self._effort.forwards_of_a_walk
                 best, forwards = walk(builder, start.built, start.tried, most_forwards)
-                walked[leans] += forwards
+                walked[front_loaded] += forwards
                 self._best[shape] = min(self._best[shape], best, key=attrgetter("step_s"))
 
     def _unseen(self, entries: Iterator[BuiltPlan]) -> Iterator[BuiltPlan]:

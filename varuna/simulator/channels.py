@@ -88,7 +88,7 @@ class SharedLink:
         self.left_s = self.since_s = self.done_s = 0.0
         self.rate = 1.0
 
-    def take(self, now_s: float) -> "list[SharedLink]":
+    def add_message(self, now_s: float) -> "list[SharedLink]":
         """Take a message; returns flows whose ``done_s`` has changed."""
         self.waiting += 1
         if self.waiting > 1:

@@ -293,7 +293,7 @@ def _pass(passing: list[_Passing], events: list[_Event], flowing: list[_Channel]
     flow = channel.flow
     assert flow is not None
     if not has_left:
-        changed = flow.take(now_s)
+        changed = flow.add_message(now_s)
     elif flow.waiting and flow.done_s == now_s:
         arrival_s, receiver = channel.arrivals.add(now_s), channel.receiver
         if receiver.idle:

@@ -129,7 +129,7 @@ def test_of_few_micro_batches_early_stages_take_more_than_the_balance_gives_them
     [guess] = Guesser(request, builder.profile, may_keep=True).guesses(6)
     balanced = builder.first(guess)
     assert isinstance(balanced, BuiltPlan)
-    leaning = [other for other in builder.others(balanced) if other.leans]
+    leaning = [other for other in builder.others(balanced) if other.front_loaded]
     assert leaning
     assert all(other.starts[-1] > balanced.starts[-1] for other in leaning)
     best = best_plan(request)

@@ -20,15 +20,15 @@ def flows(*shares: float) -> list[SharedLink]:
 
 def test_one_message_alone_takes_what_it_takes() -> None:
     [flow] = flows(1.0)
-    assert flow.take(3.0) == [flow]
+    assert flow.add_message(3.0) == [flow]
     assert flow.done_s == 4.0
     assert flow.finish(4.0) == []
 
 
 def test_two_that_meet_have_half_of_the_line_each() -> None:
     first, second = flows(1.0, 1.0)
-    first.take(0.0)
-    assert set(second.take(0.5)) == {first, second}
+    first.add_message(0.0)
+    assert set(second.add_message(0.5)) == {first, second}
     assert (first.done_s, second.done_s) == (1.5, 2.5), "the half second that is left takes one"
     assert first.finish(1.5) == [second]
     assert second.done_s == 2.0
@@ -36,15 +36,15 @@ def test_two_that_meet_have_half_of_the_line_each() -> None:
 
 def test_lines_that_are_wide_enough_slow_nobody() -> None:
     first, second = flows(0.5, 0.5)
-    first.take(0.0)
-    assert second.take(0.5) == [second]
+    first.add_message(0.0)
+    assert second.add_message(0.5) == [second]
     assert (first.done_s, second.done_s) == (1.0, 1.5)
 
 
 def test_a_second_message_of_a_link_waits_for_the_first() -> None:
     [flow] = flows(1.0)
-    flow.take(0.0)
-    assert flow.take(0.2) == []
+    flow.add_message(0.0)
+    assert flow.add_message(0.2) == []
     assert flow.finish(1.0) == [flow]
     assert flow.done_s == 2.0
 
@@ -53,7 +53,7 @@ def test_the_narrower_end_counts() -> None:
     first, second = flows(1.0, 1.0)
     third = SharedLink(2, 1.0, 1.0, (HostLine(), second.lines[1]))
     for flow in (first, second, third):
-        flow.take(0.0)
+        flow.add_message(0.0)
     assert second.done_s == 2.0, "half of its sender's line, and of its receiver's"
 
 

@@ -13,7 +13,7 @@ _BETWEEN_REGIONS = NetworkCosts(
 
 
 def are_apart(classes: Iterable[str]) -> bool:
-    """Whether workers of these classes are in several regions."""
+    """Return whether workers of these classes are in several regions."""
     return len({region_of(name) for name in classes}) > 1
 
 

@@ -160,7 +160,7 @@ def predictions(plan: Plan, calibrations: Calibrations, *, gpus_per_vm: int | No
     found = []
     for replicas, pipeline in plan.kinds:
         alike = plan.as_if_all(pipeline)
-        known = partial(_as_far_as_it_reaches, calibrations, plan, alike)
+        known = partial(_costs_of_class, calibrations, plan, alike)
         costs, simulates = (
             spanning_costs(alike, known, gpus_per_vm=gpus_per_vm),
             simulate if plan.is_uniform else _simulate_again,
@@ -169,7 +169,7 @@ def predictions(plan: Plan, calibrations: Calibrations, *, gpus_per_vm: int | No
     return found
 
 
-def _as_far_as_it_reaches(calibrations: Calibrations, plan: Plan, alike: Plan, name: str) -> Calibration:
+def _costs_of_class(calibrations: Calibrations, plan: Plan, alike: Plan, name: str) -> Calibration:
     """Return the costs of one class of devices, with sums of several classes as fast as the slowest network.
 
     Messages of a pipeline, one of ``alike``, that reaches over several regions go over the network between regions.
