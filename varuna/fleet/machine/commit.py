@@ -11,7 +11,7 @@ from varuna.fleet.machine.backoff import note_broken
 from varuna.fleet.machine.device_faults import note_full
 from varuna.fleet.machine.leases import awaits_return, forget_waits, is_near, note_progress, stands_still
 from varuna.fleet.machine.salvage import share_of_step
-from varuna.fleet.machine.silent_links import forget_links, note_unreachable, part
+from varuna.fleet.machine.silent_links import forget_links, note_unreachable, lose_parted_machines
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import EndCause, Ending
 from varuna.fleet.state.fleet import Fleet
@@ -232,7 +232,7 @@ def watch_generation(transition: Transition, phase: Running) -> None:
         stop_generation(transition, EndCause(Ending.LEFT, "the other ranks have left"))
     elif phase.suspicion and transition.now_s >= phase.suspicion.at_s + fleet.config.suspect_grace_s:
         reported = EndCause(Ending.REPORTED, f"worker {phase.suspicion.worker} reported: {phase.suspicion.reason}")
-        part(transition)
+        lose_parted_machines(transition)
         stop_generation(transition, reported)
 
 

@@ -36,7 +36,7 @@ def note_unreachable(transition: Transition, name: str, peer: int) -> None:
         transition.update(machines=changed(fleet.machines, silences=silences))
 
 
-def part(transition: Transition) -> None:
+def lose_parted_machines(transition: Transition) -> None:
     """Lose the workers of machines that cannot reach others, so that no two that are left are parted."""
     while (found := _who_leaves(transition.fleet)) is not None:
         node, other = found

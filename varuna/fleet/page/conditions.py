@@ -10,7 +10,7 @@ from varuna.fleet.state.phases import Finishing, Running
 from varuna.fleet.state.worker import Worker
 
 Kind = Literal["ok", "slow", "silent", "leaving", "wait"]
-SLOW_RATIO = 1.25
+SHOWN_SLOW_RATIO = 1.25
 PEERS = " the compute of its peers"
 
 
@@ -38,7 +38,7 @@ def condition(fleet: Fleet, worker: Worker, silent_s: float | None, slowness: fl
         return Condition("silent", f"silent for {format_duration(silent_s)}")
     if not worker.is_joined:
         return Condition("wait", worker.standing.value)
-    if slowness is not None and slowness > SLOW_RATIO:
+    if slowness is not None and slowness > SHOWN_SLOW_RATIO:
         return Condition("slow", f"{slowness:.2f} times{PEERS}")
     if not worker.seated:
         return Condition("wait", why_idle(fleet, worker))
