@@ -1,5 +1,6 @@
 """Causes for which a captured model differs from plain PyTorch, by what probing found."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from varuna.checks.compare import Difference
@@ -29,7 +30,7 @@ class Evidence:
     """activations are complex numbers"""
     strided: bool = False
     """the graph contains ``as_strided``"""
-    differences: tuple[Difference, ...] = ()
+    differences: Sequence[Difference] = ()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ is compared with what plain PyTorch itself does when its parameters move by thei
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +22,32 @@ What = Literal["loss", "gradient", "buffer", "metric"]
 
 
 @dataclass(frozen=True)
+class Difference:
+    """One value of two outcomes, side by side."""
+
+    what: What
+    name: str
+    """of the parameter, buffer or metric"""
+    apart: float
+    """absolute, where it is largest"""
+    beside: float
+    """for a gradient, the largest element of all that are expected; else its own"""
+    found: float
+    """the loss or metric, or the largest element"""
+    expected: float
+
+    @property
+    def error(self) -> float:
+        """Relative difference."""
+        return self.apart / (self.beside or 1.0)
+
+    @property
+    def missing(self) -> bool:
+        """There is no gradient, or one of zeros, where there should be one."""
+        return self.what == "gradient" and self.expected > 0 and self.found == 0
+
+
+@dataclass(frozen=True)
 class Tolerance:
     """Relative differences that need no further look."""
 
@@ -31,6 +57,13 @@ class Tolerance:
     beside_all: float
     """of a gradient, beside the largest of the model"""
 
+    def room(self, each: Difference) -> float:
+        """How far apart a value may be."""
+        if each.what in ("loss", "metric"):
+            return self.loss * abs(each.expected)
+        beside_all = self.beside_all * each.beside if each.what == "gradient" and not each.missing else 0.0
+        return max(self.own * each.expected, beside_all)
+
 
 TOLERANCES = {
     torch.float32: Tolerance(loss=2e-6, own=2e-5, beside_all=1e-6),
@@ -38,36 +71,13 @@ TOLERANCES = {
     torch.bfloat16: Tolerance(loss=1e-2, own=2e-2, beside_all=1e-3),
 }
 
+Noise = Mapping[tuple[What, str], float]
+"""Absolute differences between outcomes of plain PyTorch itself, by what differs and its name"""
+
 
 def coarsest(*dtypes: torch.dtype) -> torch.dtype:
     """The coarsest of the dtypes that a model computes in, which limits its results."""
     return max(dtypes, key=lambda each: torch.finfo(each).eps)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A value that differs by more than it may."""
-
-    what: What
-    name: str
-    """of the parameter, buffer or metric"""
-    error: float
-    """of a gradient: relative to the largest of the model; else to itself"""
-    found: float
-    expected: float
-    """the loss or metric, or the largest element"""
-    missing: bool = False
-    """there is no gradient, or one of zeros, where there should be one"""
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Absolute differences between outcomes of plain PyTorch itself."""
-
-    loss: float
-    gradients: Mapping[str, float]
-    buffers: Mapping[str, float]
-    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -83,17 +93,35 @@ class Errors:
 
 def errors(found: Outcome, expected: Outcome) -> Errors:
     """Measure how far apart two outcomes are, in figures for a report."""
-    scale = largest(expected.gradients.values()) or 1.0
-    names = {**expected.gradients, **found.gradients}
-    apart = {name: _apart(found.gradients.get(name), expected.gradients.get(name)) / scale for name in names}
+    apart = {each.name: each.error for each in side_by_side(found, expected) if each.what == "gradient"}
     worst = max(apart, key=apart.__getitem__, default="")
     gradient = apart.get(worst, 0.0)
-    return Errors(_relative(found.loss, expected.loss), gradient, worst if gradient else "")
+    loss = _gap(found.loss, expected.loss) / max(abs(expected.loss), 1e-12)
+    return Errors(loss, gradient, worst if gradient else "")
+
+
+def side_by_side(found: Outcome, expected: Outcome) -> Iterator[Difference]:
+    """Yield each value of two outcomes, with how far it is apart."""
+    gaps = [_gap(found.loss, expected.loss)]
+    if len(found.losses) == len(expected.losses):
+        gaps += map(_gap, found.losses, expected.losses)
+    yield Difference("loss", "", max(gaps), abs(expected.loss), found.loss, expected.loss)
+    scale = largest(expected.gradients.values())
+    for name in {**expected.gradients, **found.gradients}:
+        one, two = found.gradients.get(name), expected.gradients.get(name)
+        yield Difference("gradient", name, _apart(one, two), scale, _size(one), _size(two))
+    for name, value in expected.buffers.items():
+        one = found.buffers.get(name)
+        if one is not None and one.shape == value.shape:  # else a cache that grows
+            yield Difference("buffer", name, _apart(one, value), _size(value), _size(one), _size(value))
+    for name, measured in expected.metrics.items() if found.metrics else ():
+        mine = found.metrics[name]
+        yield Difference("metric", name, _gap(mine, measured), abs(measured), mine, measured)
 
 
 def differences(
     found: Outcome, expected: Outcome, tolerance: Tolerance, noise: Noise | None = None
-) -> tuple[Difference, ...]:
+) -> list[Difference]:
     """Values that differ by more than they may, the largest difference first.
 
     Args:
@@ -102,57 +130,22 @@ def differences(
         tolerance: what may differ anyway.
         noise: what may differ besides; None: nothing.
     """
-    odd: list[Difference] = []
-    room = 0.0 if noise is None else _TIMES_NOISE * noise.loss
-    apart = max((_gap(a, b) for a, b in zip(found.losses, expected.losses, strict=False)), default=0.0)
-    apart = max(apart if len(found.losses) == len(expected.losses) else 0.0, _gap(found.loss, expected.loss))
-    if apart > max(tolerance.loss * abs(expected.loss), room):
-        odd.append(Difference("loss", "", _relative(found.loss, expected.loss), found.loss, expected.loss))
-    scale = largest(expected.gradients.values())
-    for name in {**expected.gradients, **found.gradients}:
-        one, two = found.gradients.get(name), expected.gradients.get(name)
-        own, other = _size(two), _size(one)
-        missing = own > 0 and other == 0
-        apart = _apart(one, two)
-        room = 0.0 if noise is None else _TIMES_NOISE * noise.gradients.get(name, 0.0)
-        small = tolerance.own * own if missing else max(tolerance.own * own, tolerance.beside_all * scale)
-        if apart > max(small, room):
-            odd.append(Difference("gradient", name, apart / (scale or 1.0), other, own, missing))
-    for name, value in expected.buffers.items():
-        one = found.buffers.get(name)
-        if one is None or one.shape != value.shape:
-            continue  # a cache that grows
-        apart, own = _apart(one, value), _size(value)
-        room = 0.0 if noise is None else _TIMES_NOISE * noise.buffers.get(name, 0.0)
-        if apart > max(tolerance.own * own, room):
-            odd.append(Difference("buffer", name, apart / (own or 1.0), _size(one), own))
-    for name, measured in expected.metrics.items() if found.metrics else ():
-        apart, mine = _gap(found.metrics[name], measured), found.metrics[name]
-        room = 0.0 if noise is None else _TIMES_NOISE * noise.metrics.get(name, 0.0)
-        if apart > max(tolerance.loss * abs(measured), room):
-            odd.append(Difference("metric", name, _relative(mine, measured), mine, measured))
-    return tuple(sorted(odd, key=lambda each: (each.what != "loss", not each.missing, -each.error)))
+    by_noise = noise or {}
+    odd = [
+        each
+        for each in side_by_side(found, expected)
+        if each.apart > max(tolerance.room(each), _TIMES_NOISE * by_noise.get((each.what, each.name), 0.0))
+    ]
+    return sorted(odd, key=lambda each: (each.what != "loss", not each.missing, -each.error))
 
 
 def noise_of(expected: Outcome, moved: Iterable[Outcome]) -> Noise:
     """Measure how far ``moved`` outcomes are from the one whose parameters were not moved."""
-    outcomes = list(moved)
-    losses = zip(*((each.loss, *each.losses) for each in (expected, *outcomes)), strict=False)  # by micro-batch
-    return Noise(
-        loss=max(_gap(each, of_it[0]) for of_it in losses for each in of_it),
-        gradients={
-            name: max(_apart(each.gradients.get(name), value) for each in outcomes)
-            for name, value in expected.gradients.items()
-        },
-        buffers={
-            name: max(_apart(each.buffers.get(name), value) for each in outcomes)
-            for name, value in expected.buffers.items()
-        },
-        metrics={
-            name: max(_gap(each.metrics.get(name, value), value) for each in outcomes)
-            for name, value in expected.metrics.items()
-        },
-    )
+    found: dict[tuple[What, str], float] = {}
+    for outcome in moved:
+        for each in side_by_side(outcome, expected):
+            found[each.what, each.name] = max(each.apart, found.get((each.what, each.name), 0.0))
+    return found
 
 
 def largest(tensors: Iterable[Tensor]) -> float:
@@ -191,7 +184,3 @@ def _gap(one: float, two: float) -> float:
         return 0.0
     gap = abs(one - two)
     return math.inf if math.isnan(gap) else gap
-
-
-def _relative(found: float, expected: float) -> float:
-    return _gap(found, expected) / max(abs(expected), 1e-12)

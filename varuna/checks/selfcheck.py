@@ -393,7 +393,7 @@ class _Check:
 
     def _beyond_noise(
         self, losses: LossModule, parts: Sequence[Part], found: Outcome, expected: Outcome, draws: Draws
-    ) -> tuple[Difference, ...]:
+    ) -> list[Difference]:
         """Return the differences beyond those of plain PyTorch itself when the last bits of its parameters move."""
         noise = probes.noise(losses, parts, expected, draws)
         return differences(found, expected, self._tolerance, noise)

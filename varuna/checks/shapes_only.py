@@ -87,7 +87,7 @@ def look_over(model: PartitionedModel, recipe: Recipe, part: Part) -> Evidence:
             )
             numbers = {key: torch.empty_like(value) for key, value in part.numbers.items()}
             missing = sorted(expected - _reached(model, module, Part(tensors, part.indices, 1.0, numbers)))
-    odd = tuple(Difference("gradient", name, 1.0, 0.0, 1.0, missing=True) for name in missing)
+    odd = tuple(Difference("gradient", name, 1.0, 1.0, found=0.0, expected=1.0) for name in missing)
     return Evidence(**{**vars(evidence), "differences": odd})
 
 
