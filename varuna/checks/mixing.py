@@ -7,15 +7,12 @@ from torch import Tensor
 
 from varuna.checks.autocast import without_autocast
 from varuna.checks.draws import NoDraws
+from varuna.checks.experiment import Experiment
 from varuna.checks.outcome import controlled
-from varuna.checks.probes import computing
 from varuna.core.errors import ModelError
-from varuna.data.samples import SampleSource
 from varuna.data.sizes import rows_in
 from varuna.partition.batch_weight import completed
-from varuna.partition.capture.capture import Recipe
 from varuna.partition.initial.constructor import Initial
-from varuna.partition.lengths import variant_of
 from varuna.partition.loss.mixing import PLACES, UNKNOWN
 from varuna.partition.loss.terms import Mixing
 from varuna.partition.loss.unknown_operations import Trial, TrialValues
@@ -90,35 +87,25 @@ def _hint(mixing: Sequence[Mixing]) -> str:
     return ""
 
 
-def try_mixing(
-    model: PartitionedModel,
-    recipe: Recipe,
-    initial: Initial,
-    source: SampleSource,
-    micro_batch: int | None,
-    *,
-    accepted: bool,
-) -> None:
+def try_mixing(experiment: Experiment, micro_batch: int | None, *, accepted: bool) -> None:
     """Run the operations that may mix examples: with another last example, the values of the others must stay.
 
     Args:
-        model: as captured.
-        recipe: from which it was captured.
-        initial: the whole model with initial values.
-        source: reads samples.
+        experiment: of the job.
         micro_batch: examples, if the user fixed it.
         accepted: ``per_micro_batch=True`` was passed.
 
     Raises:
         ModelError: they do not.
     """
+    model, source = experiment.model, experiment.source
     model_count = source.size if source.size is not None else _EXAMPLES + 1
     if model.trial is None or (accepted and micro_batch is not None):
         return
     doubts = [each for each in model.mixing if not each.certain]
     positions = [position % model_count for position in range(_EXAMPLES + 1)]
     first = source.micro_batch(positions[:-1])
-    graph = model.graphs[variant_of(model, first.tensors, first.indices)]
+    graph = experiment.graph_of(first)
     other = source.micro_batch([*positions[: _EXAMPLES - 1], positions[-1]]).tensors
     alone = [source.micro_batch([position]).tensors for position in positions[:2]]
     shapes = {key: value.shape for key, value in first.tensors.items()}
@@ -126,8 +113,8 @@ def try_mixing(
         return
     fewer = {key: value[: _EXAMPLES - 1] for key, value in first.tensors.items()}
     try:
-        with computing(initial, recipe.dtype) as own, controlled(NoDraws), torch.no_grad():
-            results = [_run(graph, graph.trial, own, batch) for batch in (first.tensors, other, fewer, *alone)]
+        with experiment.running() as own, controlled(NoDraws), torch.no_grad():
+            results = [_run(graph, graph.trial, own.initial, batch) for batch in (first.tensors, other, fewer, *alone)]
     except Exception as error:  # noqa: BLE001 - a graph that cannot run will say so in training
         warn(f"that {_told(doubts)} could not be checked ({type(error).__name__}); training does not rely on it")
         return

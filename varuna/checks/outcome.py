@@ -15,7 +15,7 @@ from varuna.checks.draws import SameDraws
 from varuna.core.errors import ModelError
 from varuna.data.randomness import seeded
 from varuna.data.sizes import rows_in
-from varuna.engine.stage.section import Examples, SectionRunner, Tensors
+from varuna.engine.stage.section import Examples, NoteTruths, SectionRunner, Tensors
 from varuna.engine.stage.tape import Tape, backward, crossing
 from varuna.partition.apply_updates import MicroBatchStatistics, apply_updates
 from varuna.partition.capture.capture import LossModule
@@ -189,6 +189,7 @@ def run_sections(
     part: Part,
     share: float,
     sums: dict[str, Tensor],
+    guard: NoteTruths | None = None,
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """Results and statistics of one micro-batch; its gradients, times its share of the weight, are added to ``sums``.
 
@@ -201,6 +202,7 @@ def run_sections(
         part: the micro-batch.
         share: what its gradients are multiplied by.
         sums: by parameter; gradients are added in place.
+        guard: is told whether branches went as they were captured.
     """
     crossings = {each.name: each for into in model.split.crossings for each in into}
     examples = Examples({**part.tensors, **part.numbers}, part.size)
@@ -221,9 +223,9 @@ def run_sections(
         fixed = [buffers[name] for name in section.buffers] + [model.constants[name] for name in section.constants]
         tensors = Tensors(tuple(mine[name] for name in section.parameters), tuple(fixed))
         with unwritten(section, {**{name: values[name] for name in section.takes}, **examples.inputs}):
-            tape = SectionRunner(section, tensors, crossings, 0, note=note).record(values, examples, 0, 0)
+            tape = SectionRunner(section, tensors, crossings, 0, note=note, guard=guard).record(values, examples, 0, 0)
         values.update(zip(section.makes, crossing(tape.made), strict=True))
-        tapes.append(tape)
+        tapes = [*tapes, tape] if share else [tape]  # without a backward, the graphs of others are not needed
         leaves.append(mine)
     loss = tapes[-1].made[0].detach()
     if share:

@@ -1,26 +1,20 @@
 """Experiments with the user's module that tell one cause of a difference from another."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from varuna.checks.compare import Noise, Tolerance, differences, noise_of
+from varuna.checks.compare import Noise, noise_of
 from varuna.checks.module_state import attributes, changed, plain_values, replaced, same_attributes, set_value
-from varuna.checks.outcome import Draws, Outcome, Part, loss_again, plainly, same_buffers
+from varuna.checks.outcome import Draws, Outcome, Part, loss_again, plainly
 from varuna.checks.reading import Place
 from varuna.core.errors import ModelError, VarunaError
 from varuna.data.samples import SampleSource
-from varuna.engine.stage.precision import cast
 from varuna.partition.capture.capture import LossModule
-from varuna.partition.capture.dtypes import HALVES
-from varuna.partition.initial.constructor import Initial
-from varuna.partition.model import PartitionedModel
-from varuna.partition.originals.modes import into_training
 from varuna.partition.watching.explaining import user_frame
 from varuna.partition.watching.side_effects import Respond, Seen
 from varuna.process.console import say_once
@@ -33,37 +27,6 @@ _COUNTED = (10, 1_000, 1_000_001)
 """Values that a counter is set to, beyond most warm-ups."""
 _MOVED = 2
 """Number of times that parameters are moved by their last bit."""
-
-
-@contextmanager
-def computing(initial: Initial, dtype: torch.dtype, *, widened: bool = False) -> Iterator[Initial]:
-    """The model in training mode and in its compute dtype; parameters, buffers and modes come back to the bit.
-
-    Args:
-        initial: the model.
-        dtype: of computation; in fp32 each parameter keeps its own.
-        widened: none does, all are fp32.
-    """
-    module = initial.module
-    parameters = {name: value.data for name, value in module.named_parameters()}
-    modes = [(each, each.training) for each in module.modules()]
-    with same_buffers(module):
-        into_training(module)
-        if dtype is not torch.float32:
-            module._apply(lambda value: cast(value, dtype))  # type: ignore[no-untyped-call]
-        elif widened:
-            module._apply(lambda value: value.float() if value.dtype in HALVES else value)  # type: ignore[no-untyped-call]
-        try:
-            yield Initial(
-                module,
-                {name: value.detach() for name, value in module.named_parameters()},
-                dict(module.named_buffers(remove_duplicate=False)),
-            )
-        finally:
-            for name, parameter in module.named_parameters():
-                parameter.data = parameters[name]
-            for each, mode in modes:
-                each.training = mode
 
 
 def noise(losses: LossModule, parts: Sequence[Part], expected: Outcome, draws: Draws) -> Noise:
@@ -144,11 +107,6 @@ def _told(error: Exception) -> str:
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
-
-
-def repeats(losses: LossModule, parts: Sequence[Part], expected: Outcome, tolerance: Tolerance) -> bool:
-    """Whether plain PyTorch computes the expected outcome twice more."""
-    return not any(differences(plainly(losses, parts), expected, tolerance) for _ in range(2))
 
 
 def deciding_draws(losses: LossModule, part: Part, seen: Seen) -> tuple[str, ...]:
@@ -242,22 +200,3 @@ def _placed(losses: LossModule, part: Part, place: Place, value: Any) -> float:
 def _with_value(losses: LossModule, part: Part, path: str, value: Any) -> float:
     set_value(losses.model, path, value)
     return loss_again(losses, part)
-
-
-def complex_values(model: PartitionedModel) -> bool:
-    """Whether complex numbers cross a cut."""
-    return any(crossing.dtype.is_complex for into in model.split.crossings for crossing in into)
-
-
-def strided(model: PartitionedModel) -> bool:
-    """Whether the graph addresses memory by strides."""
-    return any("as_strided" in section.module.code for section in model.sections)
-
-
-def named(module: nn.Module, parameter: str) -> str:
-    """The class of the module that a parameter belongs to, for messages."""
-    owner = parameter.rpartition(".")[0]
-    try:
-        return type(module.get_submodule(owner)).__name__
-    except AttributeError:
-        return type(module).__name__

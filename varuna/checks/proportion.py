@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from varuna.checks.draws import SameDraws
+from varuna.checks.experiment import Experiment
 from varuna.checks.outcome import Part, controlled, run_plainly, same_buffers
 from varuna.core.errors import ModelError
 from varuna.partition.capture.capture import LossModule
@@ -31,19 +32,19 @@ class _Passed(NamedTuple):
     out: tuple[Tensor | None, ...]
 
 
-def check_proportion(model: PartitionedModel, losses: LossModule, part: Part) -> None:
+def check_proportion(experiment: Experiment, part: Part) -> None:
     """Run the backward of the plain model, begun with several scales, and compare what its Functions return.
 
     Args:
-        model: as captured.
-        losses: the plain model.
+        experiment: with the model as it trains.
         part: a micro-batch.
 
     Raises:
         ModelError: one returns something else than a multiple; names it and its line.
     """
-    if not _has_functions(model):
+    if not _has_functions(experiment.model):
         return
+    losses = experiment.losses
     once = _passed(losses, part, 1.0)
     for scale in _SCALES.get(losses.dtype, _SCALES_ELSE) if once else ():
         for one, other in zip(once, _passed(losses, part, scale), strict=False):

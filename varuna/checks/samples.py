@@ -1,11 +1,10 @@
 """Samples that a job is checked on: of the first ones, those that differ in their masks and labels."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from varuna.core.errors import DataError
 from varuna.data.digests import tensors_digest
@@ -17,20 +16,6 @@ _IGNORED = -100
 """The label that cross-entropy ignores."""
 
 _Signature = tuple[tuple[str, float, float], ...]
-
-
-class OutsideModesSource(SampleSource):
-    """The same samples, also where the draws of computations are under control: a dataset's own are not."""
-
-    def __init__(self, source: SampleSource) -> None:
-        self.__dict__.update(vars(source))
-
-    def micro_batch(
-        self, positions: Sequence[int], keys: Iterable[str] | None = None, *, compared: bool = True
-    ) -> MicroBatch:
-        """Read a micro-batch, as from any source."""
-        with _disable_current_modes():
-            return super().micro_batch(positions, keys, compared=compared)
 
 
 def choose_positions(model: PartitionedModel, source: SampleSource, count: int) -> tuple[tuple[int, ...], ...]:

@@ -5,53 +5,52 @@ micro-batch by micro-batch against the module itself (what was captured), then t
 batch (what micro-batches make of it). In between, the loss's weighing is looked at by itself.
 """
 
-import itertools
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
-from torch import Tensor
 
 from varuna.checks import probes
 from varuna.checks.assumptions import check_assumptions
 from varuna.checks.autocast import without_autocast
-from varuna.checks.cause import Cause, Evidence, cause_of, refused
-from varuna.checks.compare import TOLERANCES, Difference, Errors, Tolerance, coarsest, differences, errors
+from varuna.checks.causes import (
+    CARRIED,
+    COUNTERS,
+    DRAWS,
+    HOOKS,
+    NOT_REPEATED,
+    WRITTEN,
+    after,
+    likely,
+    refuse_certain,
+)
+from varuna.checks.compare import Errors, errors
 from varuna.checks.draws import NoDraws, SameDraws
+from varuna.checks.experiment import Experiment
 from varuna.checks.extent import Extent, extent_of, of_at_least
 from varuna.checks.loss_weight import check_weighing
 from varuna.checks.mixing import try_mixing
 from varuna.checks.module_state import changed, marks, plain_values
-from varuna.checks.outcome import Draws, Outcome, Part, in_turn, plainly
+from varuna.checks.outcome import Outcome, Part
 from varuna.checks.proportion import check_proportion
 from varuna.checks.reading import Place, check_reading
-from varuna.checks.samples import (
-    OutsideModesSource,
-    check_mixed_samples,
-    choose_positions,
-    computes_over_batch,
-    read_twice,
-)
+from varuna.checks.samples import check_mixed_samples, choose_positions, computes_over_batch, read_twice
 from varuna.checks.shapes_only import look_over
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
 from varuna.engine.device.capacity import usable_bytes
-from varuna.partition.batch_layout import check_inputs
-from varuna.partition.batch_weight import WeightFunction, numbers_of, weight_of
-from varuna.partition.capture.capture import LossModule, Recipe
+from varuna.partition.batch_weight import WeightFunction, numbers_of
+from varuna.partition.capture.capture import Recipe
 from varuna.partition.graph.costs import CPU_SLOWDOWN
 from varuna.partition.graph.flow import is_random
 from varuna.partition.graph.operations import op_name
-from varuna.partition.graph.ranges import check_ranges
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
-from varuna.partition.opaque.calls import drawing_as_operations
 from varuna.partition.watching.side_effects import gradient_hooks
 from varuna.process.console import note, say
 
@@ -159,41 +158,125 @@ class SelfCheck:
         try:
             graph = model.graphs[variant_of(model, batch.tensors, batch.indices)]
             (numbers,) = numbers_of(graph, [batch.tensors], {})
-            evidence = look_over(model, self.recipe, Part(batch.tensors, batch.indices, 1.0, numbers))
+            found, odd, reentrant = look_over(model, self.recipe, Part(batch.tensors, batch.indices, 1.0, numbers))
         except Exception as error:  # noqa: BLE001 - the model's own code, which data would let pass
             return f"{too_large}, and running it without data failed ({type(error).__name__})", _ONCE
-        if evidence.differences:
-            names = ", ".join(each.name for each in evidence.differences[:3])
-            _refuse(cause_of(evidence), f"{len(evidence.differences)} parameters get no gradient ({names}). ")
-        _refuse(refused(evidence))
+        names = ", ".join(each.name for each in odd[:3])
+        finding = f"{len(odd)} parameters get no gradient ({names})." if odd else ""
+        refuse_certain(found, finding)
+        if odd:
+            raise ModelError(after(finding, likely(odd, model, reentrant)))
         return too_large, _ONCE
 
     def _run(
         self, model: PartitionedModel, initial: Initial, groups: Sequence[Sequence[int]], extent: Extent
     ) -> tuple[Errors, tuple[str, ...]]:
         """Compare on data; returns the largest errors, and what is left out."""
-        with probes.computing(initial, self.recipe.dtype) as own:
-            whole = self.micro_batch if self.per_micro_batch else None
-            fewest = probes.fewest(LossModule(own.module, self.recipe), self.source, whole or 2)
-        check = _Check(self, model, initial, extent.sizes, fewest)
-        groups = [positions for positions in groups if len(positions) >= fewest]
-        check.carried(groups[0])
-        check_assumptions(model, self.recipe, initial, self.source, self.micro_batch or 1)
-        found, left_out = [check.captured(positions) for positions in groups], list[str]()
+        experiment = Experiment(model, self.recipe, initial, self.source, self.weight)
+        whole = self.micro_batch if self.per_micro_batch else None
+        with experiment.running() as own:
+            fewest = probes.fewest(own.losses, self.source, whole or 2)
+        groups, sizes = [positions for positions in groups if len(positions) >= fewest], extent.sizes
+        with experiment.running() as own:
+            parts = own.parts(groups[0], of_at_least(sizes[: len(groups[0])], fewest))
+            refuse_certain({CARRIED: probes.carried(own.losses, parts[0])})
+        check_assumptions(experiment, self.micro_batch or 1)
+        found, left_out = list[Errors](), list[str]()
+        for positions in groups:
+            read_twice(self.source, positions)
+            with experiment.running() as own:
+                parts = own.parts(positions, of_at_least(sizes[: len(positions)], fewest))
+                found.append(self._captured(own, [part for part in parts if part.size >= fewest]))
         may_mix = model.sizes is not None or any(graph.mixing for graph in model.graphs)
         accepted = self.micro_batch is not None and self.per_micro_batch
         mixes = accepted and (may_mix or computes_over_batch(self.source))
         if not mixes:
-            try_mixing(model, self.recipe, initial, self.source, self.micro_batch, accepted=self.per_micro_batch)
-            check_weighing(model, self.recipe, initial, OutsideModesSource(self.source), self.weight, fewest)
-        for divided in (check.divided(positions) for positions in groups if len(positions) > 1 and extent.divides):
-            if isinstance(divided, str):
-                left_out.append(divided)
-            else:
-                found.append(divided)
+            try_mixing(experiment, self.micro_batch, accepted=self.per_micro_batch)
+            check_weighing(experiment, fewest)
+        for positions in groups if extent.divides else ():
+            if len(positions) > 1:
+                with experiment.running() as own:
+                    divided = _divided(own, own.parts(positions, sizes), own.part(positions))
+                if isinstance(divided, str):
+                    left_out.append(divided)
+                else:
+                    found.append(divided)
         if not found:
             left_out.append(f"single samples, because plain PyTorch takes {fewest} at least")
         return _worst(found) if found else Errors(0.0, 0.0, ""), tuple(dict.fromkeys(left_out))
+
+    def _captured(self, own: Experiment, parts: Sequence[Part]) -> Errors:
+        """Sections against the module, micro-batch by micro-batch, dropout and all."""
+        module, losses = own.initial.module, own.losses
+        refuse_certain({HOOKS: gradient_hooks(module)})
+        begun = replace(own.initial, buffers={name: value.clone() for name, value in own.initial.buffers.items()})
+        numbers, unwritten = plain_values(module), marks(module)
+        around = [(place, place.value()) for place in self.numbers_around()]
+        expected = own.plainly(parts)
+        if own.model.trainable and not expected.gradients and any(part.weight for part in parts):
+            raise ModelError(
+                "no parameter gets a gradient from the loss, in plain PyTorch either, whose backward() would fail. "
+                "Look for detach(), item(), argmax() or torch.no_grad() in forward() and loss=."
+            )
+        counted = changed(numbers, plain_values(module))
+        refuse_certain(
+            {
+                HOOKS: expected.seen.hooks,
+                WRITTEN: [name for name, mark in marks(module).items() if mark != unwritten[name]],
+                DRAWS: probes.deciding_draws(losses, parts[0], expected.seen),
+                COUNTERS: (
+                    *probes.deciding_counters(losses, parts[0], counted),
+                    *probes.deciding_places(losses, parts[0], around),
+                ),
+            }
+        )
+        check_proportion(own, parts[0])
+        found = replace(own, initial=begun).in_turn(parts)
+        if odd := own.differences(found, expected):
+            if not any(own.differences(own.plainly(parts), expected) for _ in range(2)):
+                odd = own.differences(found, expected, probes.noise(losses, parts, expected, SameDraws))
+                words = likely(odd, own.model, expected.seen.reentrant)
+            else:
+                words = COUNTERS.told([*counted]) if counted else NOT_REPEATED.told()
+            if odd:
+                raise ModelError(after(f"{own.described(odd, parts)}.", words))
+        return errors(found, expected)
+
+
+def _divided(own: Experiment, parts: Sequence[Part], whole: Part) -> Errors | str:
+    """The weighted sum over micro-batches against the whole batch; nothing is drawn, since shapes differ.
+
+    A text says why they cannot be compared.
+    """
+    draws, parts = NoDraws(), own.adding_up(parts)
+    if not sum(part.weight for part in parts):
+        return "micro-batches with the whole batch, because the samples have no targets"
+    batch = [Part(whole.tensors, whole.indices, 1.0)]
+    found = _of_whole_batch(own.model, own.in_turn(parts, draws=lambda: draws, at_once=True))
+    expected = _of_whole_batch(own.model, own.plainly(batch, draws=lambda: draws))
+    if draws.drawn:
+        return f"micro-batches with the whole batch, because {', '.join(sorted(draws.drawn))} draws"
+    odd = own.differences(found, expected)
+    odd = odd and own.differences(found, expected, probes.noise(own.losses, batch, expected, lambda: draws))
+    if odd:
+        advice = without_autocast(what for what, *_ in own.model.operations)
+        raise ModelError(
+            "the micro-batches of a batch do not train like the whole batch: "
+            f"{own.described(odd, batch)}, when micro-batches are weighted by their counts. "
+            f"{advice}{'Or something' if advice else 'Something'} in the loss or the model compares samples "
+            "with each other, or averages over something else. Pass loss=varuna.Loss(..., weight=fn), where "
+            "fn(batch) returns what the loss averages over, or "
+            "micro_batch=, the number of samples that belong together, and "
+            "loss=varuna.Loss(..., per_micro_batch=True)."
+        )
+    return errors(found, expected)
+
+
+def _of_whole_batch(model: PartitionedModel, outcome: Outcome) -> Outcome:
+    """Return the part that depends on no division of the batch: gradients, and buffers updated once a step."""
+    updates = (update for section in model.sections for update in section.updates if update.kinds is not None)
+    names = [name for update in updates for name in update.buffers]
+    return replace(outcome, losses=(), metrics={}, buffers={name: outcome.buffers[name] for name in names})
 
 
 def _drawn(model: PartitionedModel) -> list[str]:
@@ -225,203 +308,6 @@ def _threads(extent: Extent) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _refuse(cause: Cause | None, finding: str = "") -> None:
-    if cause is not None:
-        what = f"{cause.what[0].upper()}{cause.what[1:]}" if finding else cause.what
-        raise ModelError(f"{finding}{what} {cause.remedy}")
-
-
 def _worst(found: Iterable[Errors]) -> Errors:
     by_gradient = max(found, key=lambda each: each.gradient)
     return replace(by_gradient, loss=max(each.loss for each in found))
-
-
-@dataclass(frozen=True)
-class _Check:
-    """The check of one model on data."""
-
-    job: SelfCheck
-    model: PartitionedModel
-    initial: Initial
-    sizes: tuple[int, ...]
-    """samples of each micro-batch"""
-    fewest: int
-    """samples that the plain model needs"""
-
-    def carried(self, positions: Sequence[int]) -> None:
-        """Refuse a module that goes on from what it left when it ran before."""
-        with self._as_it_trains() as initial:
-            losses = LossModule(initial.module, self.job.recipe)
-            sizes = of_at_least(self.sizes[: len(positions)], self.fewest)
-            _refuse(refused(Evidence(carried=probes.carried(losses, self._parts(positions, initial, sizes)[0]))))
-
-    # -- what was captured -----------------------------------------------------------------------------------
-
-    def captured(self, positions: Sequence[int]) -> Errors:
-        """Sections against the module, micro-batch by micro-batch, dropout and all."""
-        read_twice(self.job.source, positions)
-        with self._as_it_trains() as initial:
-            losses = LossModule(initial.module, self.job.recipe)
-            sizes = of_at_least(self.sizes[: len(positions)], self.fewest)
-            parts = [part for part in self._parts(positions, initial, sizes) if part.size >= self.fewest]
-            _refuse(refused(Evidence(hooks=tuple(gradient_hooks(initial.module)))))
-            begun = replace(initial, buffers={name: value.clone() for name, value in initial.buffers.items()})
-            numbers, unwritten = plain_values(initial.module), marks(initial.module)
-            around = [(place, place.value()) for place in self.job.numbers_around()]
-            expected = plainly(losses, parts)
-            if self.model.trainable and not expected.gradients and any(part.weight for part in parts):
-                raise ModelError(
-                    "no parameter gets a gradient from the loss, in plain PyTorch either, whose backward() would fail. "
-                    "Look for detach(), item(), argmax() or torch.no_grad() in forward() and loss=."
-                )
-            written = [name for name, mark in marks(initial.module).items() if mark != unwritten[name]]
-            counted = changed(numbers, plain_values(initial.module))
-            evidence = Evidence(
-                hooks=tuple(expected.seen.hooks),
-                written=tuple(written),
-                draws=probes.deciding_draws(losses, parts[0], expected.seen),
-                counters=(
-                    *probes.deciding_counters(losses, parts[0], counted),
-                    *probes.deciding_places(losses, parts[0], around),
-                ),
-                reentrant=tuple(expected.seen.reentrant),
-            )
-            _refuse(refused(evidence))
-            check_proportion(self.model, losses, parts[0])
-            found = in_turn(self.model, begun, parts)
-            odd = differences(found, expected, self._tolerance)
-            if odd:
-                repeats = probes.repeats(losses, parts, expected, self._tolerance)
-                if repeats:
-                    odd = self._beyond_noise(losses, parts, found, expected, SameDraws)
-                evidence = replace(
-                    evidence,
-                    repeats=repeats,
-                    counters=() if repeats else tuple(counted),
-                    complex_values=probes.complex_values(self.model),
-                    strided=probes.strided(self.model),
-                    differences=odd,
-                )
-            if odd:
-                _refuse(cause_of(evidence), f"{self._described(odd, parts)}. ")
-            return errors(found, expected)
-
-    # -- what micro-batches make of it -----------------------------------------------------------------------
-
-    def divided(self, positions: Sequence[int]) -> Errors | str:
-        """The weighted sum over micro-batches against the whole batch; nothing is drawn, since shapes differ.
-
-        A text says why they cannot be compared.
-        """
-        draws = NoDraws()
-        with self._as_it_trains() as initial:
-            losses = LossModule(initial.module, self.job.recipe)
-            parts = self._parts(positions, initial, self.sizes)
-            batch = self.job.source.micro_batch(list(positions))
-            whole = [Part(batch.tensors, batch.indices, 1.0)]
-            parts = self._adding_up(parts, initial)
-            if not sum(part.weight for part in parts):
-                return "micro-batches with the whole batch, because the samples have no targets"
-            fixed = partial(_again, draws)
-            found = self._of_whole_batch(in_turn(self.model, initial, parts, draws=fixed, at_once=True))
-            expected = self._of_whole_batch(plainly(losses, whole, draws=fixed))
-            if draws.drawn:
-                return f"micro-batches with the whole batch, because {', '.join(sorted(draws.drawn))} draws"
-            odd = differences(found, expected, self._tolerance)
-            odd = odd and self._beyond_noise(losses, whole, found, expected, fixed)
-            if odd:
-                advice = without_autocast(what for what, *_ in self.model.operations)
-                raise ModelError(
-                    "the micro-batches of a batch do not train like the whole batch: "
-                    f"{self._described(odd, whole)}, when micro-batches are weighted by their counts. "
-                    f"{advice}{'Or something' if advice else 'Something'} in the loss or the model compares samples "
-                    "with each other, or averages over something else. Pass loss=varuna.Loss(..., weight=fn), where "
-                    "fn(batch) returns what the loss averages over, or "
-                    "micro_batch=, the number of samples that belong together, and "
-                    "loss=varuna.Loss(..., per_micro_batch=True)."
-                )
-            return errors(found, expected)
-
-    def _of_whole_batch(self, outcome: Outcome) -> Outcome:
-        """Return the part that depends on no division of the batch: gradients, and buffers updated once a step."""
-        updates = (update for section in self.model.sections for update in section.updates if update.kinds is not None)
-        names = [name for update in updates for name in update.buffers]
-        return replace(outcome, losses=(), metrics={}, buffers={name: outcome.buffers[name] for name in names})
-
-    # -- inside ----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _as_it_trains(self) -> Iterator[Initial]:
-        """The whole model in the run's precision; where sections run its modules as written, they draw alike."""
-        with (
-            probes.computing(self.initial, self.job.recipe.dtype) as initial,
-            drawing_as_operations(initial.module, self.model.eager),
-        ):
-            yield initial
-
-    def _parts(self, positions: Sequence[int], initial: Initial, sizes: Sequence[int]) -> list[Part]:
-        """Micro-batches, as far as there are samples."""
-        ends = list(itertools.accumulate(sizes, initial=0))
-        spans = [positions[start:end] for start, end in itertools.pairwise(ends)]
-        return [self._part(span, initial) for span in spans if span]
-
-    def _adding_up(self, parts: Sequence[Part], initial: Initial) -> list[Part]:
-        """Parts with numbers of the whole batch, where the terms of the loss count different things."""
-        batches = [part.tensors for part in parts]
-        graph = self.model.graphs[variant_of(self.model, batches[0], parts[0].indices)]
-        if graph.whole is None:
-            return list(parts)
-        numbers = numbers_of(graph, batches, initial.buffers)
-        each = zip(parts, numbers, strict=True)
-        return [replace(part, weight=1.0, numbers=known, adds_up=True) for part, known in each]
-
-    def _part(self, positions: Sequence[int], initial: Initial) -> Part:
-        batch = self.job.source.micro_batch(list(positions))
-        graph = self.model.graphs[variant_of(self.model, batch.tensors, batch.indices)]
-        check_inputs(graph.inputs, batch.tensors, batch.indices)
-        check_ranges(graph.ranges, batch.tensors, batch.indices)
-        weight = weight_of(self.model, self.job.weight, batch.tensors, initial.buffers)
-        numbers: dict[str, Tensor] = {}
-        if graph.whole is not None:
-            (numbers,) = numbers_of(graph, [batch.tensors], initial.buffers)
-            weight *= all(bool((number != 0).all()) for number in numbers.values())  # the mean of nothing is NaN
-        return Part(batch.tensors, batch.indices, weight, numbers)
-
-    @property
-    def _tolerance(self) -> Tolerance:
-        return TOLERANCES[coarsest(self.job.recipe.dtype, *self.model.dtypes.values())]
-
-    def _beyond_noise(
-        self, losses: LossModule, parts: Sequence[Part], found: Outcome, expected: Outcome, draws: Draws
-    ) -> list[Difference]:
-        """Return the differences beyond those of plain PyTorch itself when the last bits of its parameters move."""
-        noise = probes.noise(losses, parts, expected, draws)
-        return differences(found, expected, self._tolerance, noise)
-
-    def _described(self, odd: Sequence[Difference], parts: Sequence[Part]) -> str:
-        indices = [index for part in parts for index in part.indices]
-        others = f" (and {len(odd) - 1} other differences)" if len(odd) > 1 else ""
-        return f"for dataset indices {indices}, {self._one(odd[0])}{others}"
-
-    def _one(self, each: Difference) -> str:
-        if each.what == "loss":
-            return f"the captured model's loss is {each.found:.7g}, plain PyTorch's {each.expected:.7g}"
-        if each.what == "metric":
-            return f"{each.name} of metrics= is {each.found:.7g} as captured, {each.expected:.7g} in plain PyTorch"
-        place = f"{each.name} (in {probes.named(self.initial.module, each.name)}{self._section_of(each.name)})"
-        if each.missing:
-            return f"{place} gets no gradient in the captured model, but one of {each.expected:.3g} in plain PyTorch"
-        if each.what == "buffer":
-            return f"the buffer {place} differs by {each.error:.1%} after the step from plain PyTorch's"
-        return (
-            f"the gradient of {place} differs from plain PyTorch's by {each.error:.1%} of the model's largest gradient"
-        )
-
-    def _section_of(self, name: str) -> str:
-        found = [section.index for section in self.model.sections if name in section.parameters]
-        return f", section {found[0]}" if found else ""
-
-
-def _again(draws: NoDraws) -> NoDraws:
-    """A context manager that enters ``mode`` anew each time."""
-    return draws

@@ -4,7 +4,7 @@ What is seen so: which parameters get a gradient at all, hooks, draws from Pytho
 values.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from varuna.checks.cause import Evidence
+from varuna.checks.causes import COUNTERS, DRAWS, HOOKS, Found
 from varuna.checks.compare import Difference
 from varuna.checks.module_state import changed, plain_values
 from varuna.checks.outcome import Part, run_sections
@@ -56,8 +56,8 @@ class _Forward:
     loss: Tensor
 
 
-def look_over(model: PartitionedModel, recipe: Recipe, part: Part) -> Evidence:
-    """Find out what can be found without data.
+def look_over(model: PartitionedModel, recipe: Recipe, part: Part) -> tuple[Found, list[Difference], Sequence[str]]:
+    """Find certain causes, missing gradients and reentrant checkpoints without data.
 
     Args:
         model: as captured.
@@ -79,16 +79,15 @@ def look_over(model: PartitionedModel, recipe: Recipe, part: Part) -> Evidence:
             moved = changed(before, plain_values(module))
             first.loss.backward()  # type: ignore[no-untyped-call]
             expected = {name for name, value in module.named_parameters() if value.grad is not None}
-            evidence = Evidence(
-                hooks=(*hooks, *first.seen.hooks),
-                draws=tuple(first.seen.draws) if first.seen.draws and _depends(losses, tensors, first) else (),
-                counters=tuple(moved) if moved and _forward(losses, tensors).operations != first.operations else (),
-                reentrant=tuple(first.seen.reentrant),
-            )
+            found: Found = {
+                HOOKS: (*hooks, *first.seen.hooks),
+                DRAWS: first.seen.draws if first.seen.draws and _depends(losses, tensors, first) else (),
+                COUNTERS: tuple(moved) if moved and _forward(losses, tensors).operations != first.operations else (),
+            }
             numbers = {key: torch.empty_like(value) for key, value in part.numbers.items()}
             missing = sorted(expected - _reached(model, module, Part(tensors, part.indices, 1.0, numbers)))
-    odd = tuple(Difference("gradient", name, 1.0, 1.0, found=0.0, expected=1.0) for name in missing)
-    return Evidence(**{**vars(evidence), "differences": odd})
+    odd = [Difference("gradient", name, 1.0, 1.0, found=0.0, expected=1.0) for name in missing]
+    return found, odd, first.seen.reentrant
 
 
 def _built(recipe: Recipe, mode: FakeMode) -> nn.Module:

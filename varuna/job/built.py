@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from varuna.checkpoint.io.export import is_exported
-from varuna.checks.cause import Evidence, refused
+from varuna.checks.causes import HOOKS
 from varuna.core.errors import UsageError
 from varuna.data.columns import TARGETS
 from varuna.engine.stage.optimizer import OptimizerFactory, SchedulerFactory
@@ -90,8 +90,8 @@ class GivenModel:
             UsageError: it has hooks that copies of it would not call.
         """
         module = self.module
-        if cause := refused(Evidence(hooks=tuple(gradient_hooks(self.whole)))):
-            raise UsageError(str(cause))
+        if hooks := gradient_hooks(self.whole):
+            raise UsageError(HOOKS.told(hooks))
         self._guards += [
             module.register_forward_pre_hook(self._refuse_use),
             module.register_state_dict_pre_hook(self._refuse_use),  # type: ignore[no-untyped-call]

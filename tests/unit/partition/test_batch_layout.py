@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.unit.engine.models import Tokens, tiny_gpt2
 from tests.unit.engine.ranks import Setup
+from varuna.checks.experiment import Experiment
 from varuna.checks.loss_weight import check_weighing
 from varuna.core.errors import DataError
 from varuna.data.samples import SampleSource
@@ -77,4 +78,4 @@ def test_the_check_of_weights_refuses_as_well() -> None:
         "labels": InputLayout(torch.int64, (16,)),
     }
     with pytest.raises(DataError, match=r"but the model was captured with.*lengths=\[64, 128\].*pad_to"):
-        check_weighing(model, recipe, materialise(recipe, 0), SampleSource(Growing(longer_from=0), seed=0), None)
+        check_weighing(Experiment(model, recipe, materialise(recipe, 0), SampleSource(Growing(longer_from=0), seed=0)))

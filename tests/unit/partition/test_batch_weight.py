@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tests.unit.engine.models import SmallLanguage, Tokens, tiny_gpt2
 from tests.unit.engine.ranks import Setup
+from varuna.checks.experiment import Experiment
 from varuna.checks.loss_weight import check_weighing
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
@@ -31,7 +32,7 @@ def test_the_shifted_labels_of_hugging_face_are_counted_and_pass() -> None:
     model, recipe, source = setup.model, setup.recipe, setup.source
     batch = source.micro_batch([0, 1, 2]).tensors
     assert weight_of(model, None, batch, {}) == float((batch["labels"][:, 1:] != -100).sum())
-    check_weighing(model, recipe, materialise(recipe, 0), source, None)
+    check_weighing(Experiment(model, recipe, materialise(recipe, 0), source))
 
 
 def test_a_wrong_weight_is_refused_with_the_remedy() -> None:
@@ -50,7 +51,7 @@ def test_a_wrong_weight_is_refused_with_the_remedy() -> None:
     recipe = Recipe(Shifted)
     model, source = prepared(recipe, RightPadded(), counts=False)
     with pytest.raises(ModelError, match="or leave weight= out"):
-        check_weighing(model, recipe, materialise(recipe, 0), source, every_label)
+        check_weighing(Experiment(model, recipe, materialise(recipe, 0), source, every_label))
 
 
 class MaskedMean(nn.Module):
@@ -74,7 +75,7 @@ def test_a_mean_by_hand_is_weighed_by_its_mask() -> None:
     model, source = prepared(recipe, Tokens(padded=True))
     assert model.whole is not None
     assert not model.mixing
-    check_weighing(model, recipe, materialise(recipe, 0), source, None)
+    check_weighing(Experiment(model, recipe, materialise(recipe, 0), source))
 
 
 @pytest.mark.nightly
@@ -82,9 +83,9 @@ def test_a_weight_of_the_user_replaces_what_the_loss_says() -> None:
     recipe = Recipe(MaskedMean)
     model, source = prepared(recipe, Tokens(padded=True), counts=False)
     assert model.whole is None
-    check_weighing(model, recipe, materialise(recipe, 0), source, every_label)
+    check_weighing(Experiment(model, recipe, materialise(recipe, 0), source, every_label))
     with pytest.raises(ModelError, match=r"or leave weight= out"):
-        check_weighing(model, recipe, materialise(recipe, 0), source, lambda batch: len(batch["labels"]))
+        check_weighing(Experiment(model, recipe, materialise(recipe, 0), source, lambda batch: len(batch["labels"])))
 
 
 def test_class_weights_count_as_the_mean_divides_by_them() -> None:
@@ -103,7 +104,7 @@ def test_class_weights_count_as_the_mean_divides_by_them() -> None:
     recipe = Recipe(Weighted)
     model, source = prepared(recipe, Tokens(padded=True))
     assert model.counts_targets
-    check_weighing(model, recipe, materialise(recipe, 0), source, None)
+    check_weighing(Experiment(model, recipe, materialise(recipe, 0), source))
 
 
 class Unmasked(SmallLanguage):
@@ -131,7 +132,7 @@ def test_a_model_that_goes_another_way_for_a_whole_batch_is_told_so() -> None:
     recipe = Recipe(Unmasked)
     model, source = prepared(recipe, Some())
     with pytest.raises(ModelError, match=r"for a sample alone than .* \(dataset indices \["):
-        check_weighing(model, recipe, materialise(recipe, 0), source, None)
+        check_weighing(Experiment(model, recipe, materialise(recipe, 0), source))
 
 
 class Wrong(SmallLanguage):
@@ -149,7 +150,7 @@ def test_the_check_with_samples_finds_what_the_graph_does_not_say_and_leaves_the
     initial = materialise(recipe, 0)
     before = {name: value.clone() for name, value in initial.parameters.items()}
     with pytest.raises(ModelError, match="weighted by examples"):
-        check_weighing(model, recipe, initial, source, None)
+        check_weighing(Experiment(model, recipe, initial, source))
     assert all(torch.equal(value, before[name]) for name, value in initial.parameters.items())
 
 
@@ -174,7 +175,7 @@ def test_draws_of_the_model_are_no_error_of_its_weighing() -> None:
     recipe = Recipe(Noisy)
     model, source = prepared(recipe, Tokens(padded=True))
     state = torch.random.get_rng_state()
-    check_weighing(model, recipe, materialise(recipe, 0), source, None)
+    check_weighing(Experiment(model, recipe, materialise(recipe, 0), source))
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -188,7 +189,7 @@ def test_a_model_that_returns_something_else_in_evaluation_is_weighed_in_trainin
 
     recipe = Recipe(Auxiliary)
     model, source = prepared(recipe, Tokens(padded=True))
-    check_weighing(model, recipe, materialise(recipe, 0), source, None)
+    check_weighing(Experiment(model, recipe, materialise(recipe, 0), source))
 
 
 @pytest.mark.nightly
@@ -203,12 +204,12 @@ def test_rounding_that_a_deep_model_amplifies_is_no_error() -> None:
 
     recipe = Recipe(Steep)
     model, source = prepared(recipe, Tokens(padded=True))
-    check_weighing(model, recipe, materialise(recipe, 0), source, None)
+    check_weighing(Experiment(model, recipe, materialise(recipe, 0), source))
 
 
 def test_a_random_loss_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = random.Random(0)
     recipe = Recipe(SmallLanguage, loss=lambda output, batch: output * drawn.random())
     model, source = prepared(recipe, Tokens(padded=True))
-    check_weighing(model, recipe, materialise(recipe, 0), source, None)
+    check_weighing(Experiment(model, recipe, materialise(recipe, 0), source))
     assert "differs each time" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from tests.unit.checks.verified import verify
 from tests.unit.engine.models import Tokens, tiny_llama
 from tests.unit.engine.plain import targets, train_plainly, worst
 from tests.unit.engine.ranks import Setup
+from varuna.checks.experiment import Experiment
 from varuna.checks.loss_weight import check_weighing
 from varuna.core.errors import DataError, ModelError, UsageError
 from varuna.data import sample_index
@@ -161,7 +162,7 @@ def test_sections_hold_the_same_state_at_every_length_and_their_graphs_verify() 
         batch = SampleSource(Sentences(), seed=0, collate=padded).micro_batch([position]).tensors
         found = verify(job.model, job.recipe, initial, batch)
         assert max(found.loss_error, found.gradient_error) < 1e-6
-    check_weighing(job.model, job.recipe, initial, job.source, None)
+    check_weighing(Experiment(job.model, job.recipe, initial, job.source))
 
 
 @pytest.mark.nightly

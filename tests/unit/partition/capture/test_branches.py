@@ -13,6 +13,7 @@ from tests.unit.engine.ranks import Setup, single_threaded
 from tests.unit.partition.families import Family
 from tests.unit.partition.in_turn import differences
 from varuna.checks.assumptions import check_assumptions
+from varuna.checks.experiment import Experiment
 from varuna.core.errors import DataError, ModelError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture.capture import Recipe
@@ -110,11 +111,11 @@ def test_samples_that_disagree_at_once_are_refused_at_the_start() -> None:
     job = Setup(build=Branching, dataset=Plain())
     source = SampleSource(Plain(), seed=0)
     odd = source.micro_batch([9]).indices[0]
-    check_assumptions(job.model, job.recipe, materialise(job.recipe, 0), source)
+    check_assumptions(Experiment(job.model, job.recipe, materialise(job.recipe, 0), source))
     other = SampleSource(Plain(odd), seed=0)
     for micro_batch, indices in ((1, f"{odd}"), (2, rf"\d+, {odd}")):
         with pytest.raises(DataError, match=rf"indices \[{indices}\]"):
-            check_assumptions(job.model, job.recipe, materialise(job.recipe, 0), other, micro_batch)
+            check_assumptions(Experiment(job.model, job.recipe, materialise(job.recipe, 0), other), micro_batch)
 
 
 class Dropping(Layers):
@@ -144,7 +145,7 @@ def test_a_branch_on_activations_that_first_samples_take_differently_is_refused_
     recipe, source = Recipe(Looking), SampleSource(Plain(), seed=0)
     model = partition(recipe, source.micro_batch([0, 1]).tensors)
     with pytest.raises(DataError, match=rf"{Path(__file__).name}:\d+, .*(?s:.)*torch\.where"):
-        check_assumptions(model, recipe, materialise(recipe, 0), source)
+        check_assumptions(Experiment(model, recipe, materialise(recipe, 0), source))
 
 
 class Routed(nn.Module):
@@ -196,7 +197,7 @@ def test_a_loop_over_the_experts_that_were_hit_visits_all_of_them() -> None:
     assert found == []
     assert model.visits_all
     recipe = Recipe(Experts)
-    check_assumptions(model, recipe, materialise(recipe, 0), SampleSource(Plain(), seed=0))
+    check_assumptions(Experiment(model, recipe, materialise(recipe, 0), SampleSource(Plain(), seed=0)))
 
 
 @pytest.mark.nightly
@@ -204,7 +205,7 @@ def test_a_loop_that_minds_how_many_it_visits_is_refused() -> None:
     recipe, source = Recipe(CountingExperts), SampleSource(Plain(), seed=0)
     model = partition(recipe, source.micro_batch([0, 1]).tensors)
     with pytest.raises(ModelError, match="places where a mask is true"):
-        check_assumptions(model, recipe, materialise(recipe, 0), source)
+        check_assumptions(Experiment(model, recipe, materialise(recipe, 0), source))
 
 
 class Asking(Layers):

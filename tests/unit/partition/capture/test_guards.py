@@ -15,6 +15,7 @@ from tests.unit.partition.cut.test_boundaries import Layers
 from tests.unit.partition.families import Family
 from tests.unit.partition.in_turn import differences, everywhere
 from varuna.checks.assumptions import check_assumptions
+from varuna.checks.experiment import Experiment
 from varuna.core.errors import DataError, ModelError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture.capture import Recipe
@@ -106,11 +107,11 @@ def test_a_step_for_which_a_branch_goes_another_way_is_refused_and_not_applied(s
 def test_samples_that_disagree_at_once_are_refused_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     recipe, source = Recipe(Large), SampleSource(Small(), seed=0)
     model = partition(recipe, source.micro_batch([0, 1]).tensors)
-    check_assumptions(model, recipe, materialise(recipe, 0), source)
+    check_assumptions(Experiment(model, recipe, materialise(recipe, 0), source))
     assert f"{Path(__file__).name}:{LINE}" in capsys.readouterr().err
     odd = source.indices([9])[0]
     with pytest.raises(DataError, match=rf"{Path(__file__).name}:{LINE}.* indices \[{odd}\]"):
-        check_assumptions(model, recipe, materialise(recipe, 0), SampleSource(Small(odd), seed=0))
+        check_assumptions(Experiment(model, recipe, materialise(recipe, 0), SampleSource(Small(odd), seed=0)))
 
 
 class Penalised(Guarded):
@@ -127,7 +128,7 @@ def test_branches_are_looked_at_where_the_whole_batch_is_counted() -> None:
     model = partition(recipe, source.micro_batch([0, 1]).tensors)
     assert model.whole is not None
     assert any(section.truths for section in model.sections)
-    check_assumptions(model, recipe, materialise(recipe, 0), source, 4)
+    check_assumptions(Experiment(model, recipe, materialise(recipe, 0), source), 4)
 
 
 class Limited(Layers):
@@ -154,7 +155,7 @@ def test_a_write_that_limits_a_parameter_is_nothing_within_the_limits_and_refuse
     source = SampleSource(Small(), seed=0)
     model = partition(Recipe(Beyond), source.micro_batch([0, 1]).tensors)
     with pytest.raises(DataError, match=rf"{Path(__file__).name}:\d+ \(a parameter that is beyond its limits"):
-        check_assumptions(model, Recipe(Beyond), materialise(Recipe(Beyond), 0), source)
+        check_assumptions(Experiment(model, Recipe(Beyond), materialise(Recipe(Beyond), 0), source))
 
 
 class Tossing(Layers):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.depth import by_depth
+from varuna.checks.experiment import Experiment
 from varuna.checks.mixing import check_mixing, try_mixing
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
@@ -316,10 +317,10 @@ def test_a_run_decides_about_operations_that_may_mix(loss: LossFunction, build: 
     assert model.mixing
     if how := DECIDED[loss]:
         with pytest.raises(ModelError, match=rf"{how} .*test_mixing\.py"):
-            try_mixing(model, recipe, initial, source, None, accepted=False)
-        try_mixing(model, recipe, initial, source, 2, accepted=True)
+            try_mixing(Experiment(model, recipe, initial, source), None, accepted=False)
+        try_mixing(Experiment(model, recipe, initial, source), 2, accepted=True)
     else:
-        try_mixing(model, recipe, initial, source, None, accepted=False)
+        try_mixing(Experiment(model, recipe, initial, source), None, accepted=False)
 
 
 @pytest.mark.nightly

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.depth import by_depth
+from varuna.checks.experiment import Experiment
 from varuna.checks.loss_weight import check_weighing
 from varuna.data.samples import SampleSource
 from varuna.partition.capture.capture import Recipe
@@ -54,7 +55,7 @@ def test_parts_of_a_batch_give_the_loss_of_the_whole(reduction: str, flat: bool)
     source, recipe = SampleSource(Sounds(), seed=0), Recipe(lambda: Heard(reduction, flat))
     model = partition(recipe, source.micro_batch([0, 1]).tensors)
     assert not model.mixing, "no run is needed to know that examples are kept apart"
-    check_weighing(model, recipe, materialise(recipe, 0), source, None)
+    check_weighing(Experiment(model, recipe, materialise(recipe, 0), source))
 
 
 @pytest.mark.parametrize("zero_infinity", [False, True])
