@@ -190,10 +190,8 @@ class UpdateCheck:
         expected = self._expected
         if expected is None or len(self._sections) < 2:
             return True
-        odd = [] if self._shared else _differences(self._outcome_in(self._sections) or expected, expected)
-        for section, factor in ((self._sections[0], _BLOWN_UP), (self._sections[-1], float("inf"))):
-            if not odd:
-                odd = self._reached(section, factor, expected)
+        apart = [] if self._shared else _differences(self._outcome_in(self._sections) or expected, expected)
+        odd = apart or self.reached[1]
         if odd:
             raise UsageError(
                 f"{self._what} computes something over parameters of several sections, of which a stage has a part "
@@ -202,6 +200,19 @@ class UpdateCheck:
                 "--stages 1. For gradient clipping, pass clip_grad_norm= to varuna.Trainer."
             )
         return True
+
+    @cached_property
+    def reached(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Parameters of a section, and those elsewhere that change with its gradients; both empty if none do.
+
+        Gradients are once blown up (clipping), once infinite (overflow). What goes through ``all_reduce_shared`` stays.
+        """
+        expected = self._expected
+        if expected is not None and len(self._sections) > 1:
+            for section, factor in ((self._sections[0], _BLOWN_UP), (self._sections[-1], float("inf"))):
+                if odd := self._reached(section, factor, expected):
+                    return section, odd
+        return (), ()
 
     @property
     def draws(self) -> bool:

@@ -68,8 +68,6 @@ class TagLedger:
         self._tags: dict[int, tuple[Any, Tag]] = {}
         self._homes: set[int] = set()
         self._purge_at = _PURGE_AT
-        self.answers: list[Tensor] = []
-        """results of ``all_reduce_shared``, in order"""
         self.suspicions: dict[tuple[str, str, str], SuspectedDependency] = {}
         self.otherwise = UserLine("<unknown>", 0, False)
         """blamed where no user's line is on the stack"""
@@ -243,7 +241,6 @@ class TagLedger:
             each.reduced = True
         shared = tensor.detach().clone()
         self.tag(shared, KNOWN)
-        self.answers.append(shared)
         return shared
 
     def owns(self, parameter: Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 All sections run in turn in one process, then the user's ``before_step``, optimizer and scheduler, as a stage
 applies a step. Every tensor is tagged with the sections that its value depends on (``tags``). Numbers that leave
-the tensors cannot be tagged: the code that takes them out is read (``user_lines``), and as a backstop the step is
-repeated with the gradients of one section changed: nothing may change in the others.
+the tensors cannot be tagged: the code that takes them out is read (``user_lines``), and as a backstop the update is
+tried with the gradients of one section changed (``UpdateCheck.reached``): nothing may change in the others.
 """
 
 import linecache
@@ -11,13 +11,13 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from varuna.checks.dependencies.findings import Dependency, shared_weights
 from varuna.checks.dependencies.tags import SuspectedDependency, Tag, TagLedger, TagMode
+from varuna.checks.update import UpdateCheck
 from varuna.core.errors import VarunaError, WorkerError
 from varuna.core.plan import Pipeline, Plan
 from varuna.data.randomness import generator_lock
@@ -37,7 +37,6 @@ from varuna.partition.optimizers import NamedParameters, build_optimizer
 from varuna.partition.watching.user_lines import UserLine, place_of
 
 _STEPS = 2
-_BLOWN_UP = 4096.0
 _SHOWN = 5
 
 Gradients = Mapping[str, Tensor]
@@ -61,8 +60,7 @@ def trace(job: Job, recipe: Recipe, initial: Initial, batch: Mapping[str, Tensor
     ledger = TagLedger()
     try:
         with generator_lock, torch.random.fork_rng(devices=[]):
-            stage, gradients = _watched_step(job, initial, batch, ledger)
-            reached = _reached(job, initial, gradients, ledger)
+            stage = _watched_step(job, initial, batch, ledger)
     except VarunaError:
         raise
     except Exception as error:
@@ -71,8 +69,9 @@ def trace(job: Job, recipe: Recipe, initial: Initial, batch: Mapping[str, Tensor
             f"the dry run of a step failed in before_step, the optimizer or the scheduler:\n{own}"
         ) from error
     found = [*shared_weights(job.model, recipe, initial), *_findings(job, ledger)]
-    if reached and not any(each.kind in ("mixed", "number") for each in found):
-        found += _effects(job, ledger, reached)
+    if not any(each.kind in ("mixed", "number") for each in found):
+        update = UpdateCheck(job.model, job.optimizer, job.scheduler, job.before_step, job.marks, frozen=job.frozen)
+        found += _effects(job, ledger, *update.reached)
     assert stage.next_step == _STEPS
     return found
 
@@ -80,10 +79,8 @@ def trace(job: Job, recipe: Recipe, initial: Initial, batch: Mapping[str, Tensor
 # -- the watched step ----------------------------------------------------------------------------------------
 
 
-def _watched_step(
-    job: Job, initial: Initial, batch: Mapping[str, Tensor], ledger: TagLedger
-) -> tuple[Stage, dict[str, Tensor]]:
-    """Forward, backward and the applied steps under the tagging mode; also the gradients, as they were."""
+def _watched_step(job: Job, initial: Initial, batch: Mapping[str, Tensor], ledger: TagLedger) -> Stage:
+    """Forward, backward and the applied steps under the tagging mode."""
     size = rows_in(batch)
     with _whole_stage(job, initial, size, ledger) as stage:
         for section, bucket in stage.buckets.items():
@@ -101,7 +98,7 @@ def _watched_step(
             for name, value in fresh.items():
                 ledger.tag(value, _home(job, name), home=True)
             stage.apply(step, 1.0, ledger)
-    return stage, gradients
+    return stage
 
 
 @contextmanager
@@ -176,59 +173,6 @@ def _load(stage: Stage, gradients: Gradients) -> dict[str, Tensor]:
     return fresh
 
 
-# -- the backstop --------------------------------------------------------------------------------------------
-
-
-class _Replay:
-    """Answers ``all_reduce_shared`` as in the watched run: what goes that way may cross sections."""
-
-    def __init__(self, answers: Sequence[Tensor]) -> None:
-        self._answers = iter(answers)
-
-    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """The watched run's answer; its own part where it makes more calls."""
-        return next(self._answers, tensor).clone()
-
-    def owns(self, parameter: Tensor) -> bool:
-        """Whether the watched run counted the parameter."""
-        return True
-
-
-def _reached(job: Job, initial: Initial, gradients: Gradients, ledger: TagLedger) -> dict[int, list[str]]:
-    """Section whose gradients were changed -> parameters of other sections that then trained differently.
-
-    Once they are blown up (clipping), once infinite (overflow). Empty where a mere repetition differs already: then
-    the user's code keeps state of its own, and nothing can be told.
-    """
-
-    def run(changed: Gradients) -> dict[str, Tensor]:
-        stage = _stage(job, initial, 1)
-        exchange = _Replay(ledger.answers)
-        for step in range(_STEPS):
-            _load(stage, changed)
-            stage.apply(step, 1.0, exchange)
-        return {name: value.detach() for name, value in stage.parameters.items()}
-
-    owners = sorted({job.model.owner_of(name) for name in gradients})
-    if len(owners) < 2:
-        return {}
-    expected, again = run(gradients), run(gradients)
-    if any(not torch.equal(expected[name], again[name]) for name in expected):
-        return {}
-    found: dict[int, list[str]] = {}
-    for section, factor in ((owners[0], _BLOWN_UP), (owners[-1], float("inf"))):
-        own = partial(_belongs, job.model, section)
-        changed = run({name: value * factor if own(name) else value for name, value in gradients.items()})
-        odd = [name for name in gradients if not own(name) and not torch.equal(changed[name], expected[name])]
-        if odd:
-            found[section] = odd
-    return found
-
-
-def _belongs(model: PartitionedModel, section: int, name: str) -> bool:
-    return model.owner_of(name) == section
-
-
 # -- findings ------------------------------------------------------------------------------------------------
 
 
@@ -246,11 +190,14 @@ def _findings(job: Job, ledger: TagLedger) -> list[Dependency]:
     return found
 
 
-def _effects(job: Job, ledger: TagLedger, reached: Mapping[int, Sequence[str]]) -> list[Dependency]:
+def _effects(job: Job, ledger: TagLedger, own: Sequence[str], reached: Sequence[str]) -> list[Dependency]:
     """The backstop's findings, at the lines that took numbers out of several sections' tensors."""
+    if not reached:
+        return []
     candidates = [each for each in ledger.suspicions.values() if each.kind == "candidate" and len(each.sections) > 1]
     places = [each.place for each in candidates][:_SHOWN] or [place_of(job.before_step or job.optimizer)]
-    section, names = next(iter(reached.items()))
+    section = job.model.owner_of(own[0])
+    names = [name for name in job.model.shapes if name in reached]
     sections = tuple(sorted({section, *(job.model.owner_of(name) for name in names)}))
     return [
         Dependency(
