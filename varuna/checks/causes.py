@@ -4,7 +4,7 @@ Those of ``CERTAIN`` are refused wherever they are found (``probes``, ``shapes_o
 difference; the others explain a difference.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from varuna.checks.compare import Difference
@@ -80,10 +80,6 @@ _COMPLEX = Cause(
     "activations are complex, and their gradients were lost or changed where the model was cut.",
     "Cut elsewhere with cut=[...], or keep real and imaginary parts as real tensors (torch.view_as_real).",
 )
-_STRIDED = Cause(
-    "the model reads memory with as_strided() and captured strides, but values that cross a cut get a new layout.",
-    "Write it with unfold, reshape or indexing, or cut elsewhere with cut=[...].",
-)
 _METRIC = Cause(
     "metrics= computes it from something that was captured once: Python numbers, or draws.",
     "Compute it by tensor operations from the output and the batch, and add it up (.sum()).",
@@ -135,10 +131,20 @@ def likely(odd: Sequence[Difference], model: PartitionedModel, reentrant: Sequen
     tests: tuple[tuple[Cause, object], ...] = (
         (_REENTRANT, missing and reentrant),
         (_COMPLEX, any(crossing.dtype.is_complex for into in model.split.crossings for crossing in into)),
-        (_STRIDED, any("as_strided" in section.module.code for section in model.sections)),
         (_METRIC, kinds == {"metric"}),
         (_BUFFER, kinds == {"buffer"}),
         (_DETACHED, missing),
         (_UNKNOWN, True),
     )
     return next(cause.told(reentrant) for cause, holds in tests if holds)
+
+
+def without_autocast(operations: Iterable[str]) -> str:
+    """Advise to leave autocast out; empty if none of a graph's operations is a region of it."""
+    if "wrap_with_autocast" not in operations:
+        return ""
+    return (
+        "Part of it is computed within torch.autocast, which Varuna does not look into, and where sums over "
+        "micro-batches are rounded otherwise than sums over the batch: leave torch.autocast out of forward() and "
+        'loss=, and pass precision="bf16" to varuna.Trainer. '
+    )

@@ -1,13 +1,16 @@
-"""Drawn values for trying the user's functions: the same ones each time, and small."""
+"""Trying the user's functions on drawn values: the same ones each time, and small."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from varuna.core.errors import VarunaError
 from varuna.data.randomness import derive_key
 
 _EDGE = 8
+_T = TypeVar("_T")
 
 
 def small(shape: Sequence[int]) -> tuple[int, ...]:
@@ -19,3 +22,17 @@ def drawn(name: str, shape: Sequence[int], number: int = 0) -> Tensor:
     """Normal fp32 values, which follow from a name and a number."""
     generator = torch.Generator().manual_seed(derive_key(0, name, number))
     return torch.randn(tuple(shape), generator=generator)
+
+
+def tried(run: Callable[[], _T]) -> _T | None:
+    """Return what ``run`` does; None if it fails, as code does that needs the model's own values, shapes or device.
+
+    Raises:
+        VarunaError: it refuses something.
+    """
+    try:
+        return run()
+    except VarunaError:
+        raise
+    except Exception:  # noqa: BLE001 - whatever the user's code raises; training will say more
+        return None

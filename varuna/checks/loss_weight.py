@@ -14,8 +14,7 @@ from functools import cached_property
 
 import torch
 
-from varuna.checks.autocast import without_autocast
-from varuna.checks.causes import DRAWS, certain
+from varuna.checks.causes import DRAWS, certain, without_autocast
 from varuna.checks.draws import NoDraws
 from varuna.checks.experiment import Experiment
 from varuna.checks.outcome import Part, controlled, run_plainly

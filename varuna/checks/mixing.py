@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from varuna.checks.autocast import without_autocast
+from varuna.checks.causes import without_autocast
 from varuna.checks.draws import NoDraws
 from varuna.checks.experiment import Experiment
 from varuna.checks.outcome import controlled

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -56,17 +56,29 @@ def _values(path: str, value: Any, depth: int) -> Iterator[tuple[str, int | floa
             yield from _values(f"{path}.{name}", each, depth + 1)
 
 
-def set_value(module: nn.Module, path: str, value: Any) -> bool:
-    """Give a number in a plain attribute another value; False where the path leads into a container or an object."""
+class ModuleNumber(NamedTuple):
+    """A number in a plain attribute of a module: a ``Place``."""
+
+    name: str
+    owner: nn.Module
+
+    def value(self) -> Any:
+        """Return what is there."""
+        return vars(self.owner)[self.name.rpartition(".")[2]]
+
+    def write(self, value: Any) -> None:
+        """Write there, past what the module makes of assignments."""
+        object.__setattr__(self.owner, self.name.rpartition(".")[2], value)
+
+
+def number_at(module: nn.Module, path: str) -> ModuleNumber | None:
+    """The number at a path; None where that leads into a container or an object."""
     owner, _, name = path.rpartition(".")
     try:
         found = module.get_submodule(owner)
     except AttributeError:
-        return False
-    if name not in vars(found):
-        return False
-    object.__setattr__(found, name, value)
-    return True
+        return None
+    return ModuleNumber(path, found) if name in vars(found) else None
 
 
 @contextmanager

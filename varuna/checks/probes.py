@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from varuna.checks.compare import Noise, noise_of
-from varuna.checks.module_state import attributes, changed, plain_values, replaced, same_attributes, set_value
+from varuna.checks.module_state import attributes, changed, number_at, plain_values, replaced, same_attributes
 from varuna.checks.outcome import Draws, Outcome, Part, loss_again, plainly
 from varuna.checks.reading import Place
 from varuna.core.errors import ModelError, VarunaError
@@ -157,28 +157,19 @@ def carried(losses: LossModule, part: Part) -> tuple[str, ...]:
 
 
 def deciding_counters(losses: LossModule, part: Part, moved: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
-    """Numbers among ``moved`` that change with every forward, and that the loss depends on."""
+    """Numbers of modules, among ``moved``, that change with every forward, and that the loss depends on."""
     if not moved:
         return ()
     before = plain_values(losses.model)
-    same = loss_again(losses, part)
-    counting = {path: values for path, values in changed(before, plain_values(losses.model)).items() if path in moved}
-    found = []
-    for path, (_, newest) in counting.items():
-        if isinstance(newest, bool) or not set_value(losses.model, path, newest):
-            continue
-        tries: list[Callable[[], float]] = [
-            lambda path=path, value=value: _with_value(losses, part, path, value)  # type: ignore[misc]
-            for value in (newest, *(type(newest)(each) for each in _COUNTED))
-        ]
-        if any(_differs(each, same) for each in tries):
-            found.append(f"{path} (from {moved[path][0]} to {moved[path][1]} in the first samples)")
-    return tuple(found)
+    loss_again(losses, part)
+    counting = [path for path in changed(before, plain_values(losses.model)) if path in moved]
+    places = [(number_at(losses.model, path), moved[path][0]) for path in counting]
+    return deciding_places(losses, part, [(place, old) for place, old in places if place is not None])
 
 
 def deciding_places(losses: LossModule, part: Part, before: Iterable[tuple[Place, Any]]) -> tuple[str, ...]:
-    """Numbers around the model and the loss that change with every forward, and that the loss depends on."""
-    moved = [(place, old) for place, old in before if place.value() != old]
+    """Numbers that have changed since ``before``, and that the loss depends on."""
+    moved = [(place, old) for place, old in before if place.value() != old and not isinstance(old, bool)]
     if not moved:
         return ()
     same = loss_again(losses, part)
@@ -194,9 +185,4 @@ def deciding_places(losses: LossModule, part: Part, before: Iterable[tuple[Place
 
 def _placed(losses: LossModule, part: Part, place: Place, value: Any) -> float:
     place.write(value)
-    return loss_again(losses, part)
-
-
-def _with_value(losses: LossModule, part: Part, path: str, value: Any) -> float:
-    set_value(losses.model, path, value)
     return loss_again(losses, part)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varuna.checks.drawn import drawn, small
-from varuna.core.errors import UsageError, VarunaError
+from varuna.checks.drawn import drawn, small, tried
+from varuna.core.errors import UsageError
 from varuna.data.randomness import seeded
 from varuna.engine.stage.optimizer import SchedulerFactory, StageOptimizer
 from varuna.partition.after_step import AfterStep, Following, takes_step
@@ -35,17 +35,15 @@ def check_after_step(function: AfterStep, following: Following, kept: Sequence[A
     """
     copies: dict[int, Any] = {}
     called = independent(function, copies)
-    try:
+
+    def differs() -> bool:
         _after(called, following, 0)
         fresh = independent(function, {id(each): copies[id(each)] for each in kept if id(each) in copies})
         # Both write what state= names, so the one that is compared must not have it from the other.
         second = independent(called)
-        differs = not _same(_after(second, following, 1), _after(fresh, following, 1))
-    except VarunaError:
-        raise
-    except Exception:  # noqa: BLE001 - it needs the model's own values, shapes or device; training will say more
-        return
-    if differs:
+        return not _same(_after(second, following, 1), _after(fresh, following, 1))
+
+    if tried(differs):
         raise UsageError(
             f"after_step={at_place(function)} remembers something from call to call, so workers that come later, "
             "or that do a step again, would train otherwise. after_step(parameters, buffers, step) is told the number "
@@ -67,13 +65,7 @@ def check_repeats(option: str, function: Callable[..., object], names: Iterable[
     """
     called, parameters = independent(function), [()] if names is None else [(name,) for name in names]
     asked = [(*each, step) for each in parameters for step in range(_STEPS)]
-    try:
-        differs = any(called(*each) != called(*each) for each in asked)
-    except VarunaError:
-        raise
-    except Exception:  # noqa: BLE001 - whatever the user's function raises, for a step that the run may not have
-        return
-    if differs:
+    if tried(lambda: any(called(*each) != called(*each) for each in asked)):
         raise UsageError(
             f"{option}{at_place(function)} gives another answer when it is asked again for the same step. Workers ask "
             "for themselves, and again when a step is repeated: let it follow from its arguments. To draw, use a "
@@ -91,18 +83,12 @@ def check_schedule(factory: SchedulerFactory, build: Callable[[int], StageOptimi
     Raises:
         UsageError: they differ.
     """
-    try:
-        first, again = ([group.get("lr") for group in build(_STEPS).options() or ()] for _ in range(2))
-        differs = first != again
-    except VarunaError:
-        raise
-    except Exception:  # noqa: BLE001 - whatever the user's functions raise; training will say more
-        return
-    if differs:
+    rates = tried(lambda: [[group.get("lr") for group in build(_STEPS).options() or ()] for _ in range(2)])
+    if rates and rates[0] != rates[1]:
         raise UsageError(
             f"lr_scheduler={at_place(factory)} gives other rates when it is built again and brought to the same "
-            f"step ({first} and {again} after {_STEPS}), as on a worker that joins: its function remembers something "
-            "from call to call. Let the rate follow from the step that it is given."
+            f"step ({rates[0]} and {rates[1]} after {_STEPS}), as on a worker that joins: its function remembers "
+            "something from call to call. Let the rate follow from the step that it is given."
         )
 
 

@@ -16,7 +16,6 @@ import torch
 
 from varuna.checks import probes
 from varuna.checks.assumptions import check_assumptions
-from varuna.checks.autocast import without_autocast
 from varuna.checks.causes import (
     CARRIED,
     COUNTERS,
@@ -27,6 +26,7 @@ from varuna.checks.causes import (
     after,
     likely,
     refuse_certain,
+    without_autocast,
 )
 from varuna.checks.compare import Errors, errors
 from varuna.checks.draws import NoDraws, SameDraws

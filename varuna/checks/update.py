@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.checkpoint.io.section_state import JSON, from_bytes, to_bytes
-from varuna.checks.drawn import drawn, small
+from varuna.checks.drawn import drawn, small, tried
 from varuna.checks.remembering import check_after_step, check_repeats, check_schedule
 from varuna.core.errors import UsageError, VarunaError
 from varuna.data.randomness import SeededTurn, seeded
@@ -291,24 +291,14 @@ class UpdateCheck:
     def _reached(self, own: Sequence[str], factor: float, expected: ByName) -> list[str]:
         """Parameters of other sections that other gradients in one section change."""
         change: Change = lambda name, value: value * factor if name in own else value  # noqa: E731
-        try:
-            found = self._run([self._names], change=change, exchange=_Replay(self._shared))
-        except VarunaError:
-            raise
-        except Exception:  # noqa: BLE001 - code that refuses infinities
-            return []
-        return _differences(found, expected, but=frozenset(own))
+        found = tried(lambda: self._run([self._names], change=change, exchange=_Recorded(self._shared)))
+        return [] if found is None else _differences(found, expected, but=frozenset(own))
 
     def _outcome_in(
         self, stages: Sequence[Sequence[str]], *, steps: int = _STEPS, moves: bool = False
     ) -> ByName | None:
         """Parameters after some steps; None if the user's code fails on drawn values, here or when it moves."""
-        try:
-            return self._run(stages, steps=steps, moves=moves)
-        except VarunaError:
-            raise
-        except Exception:  # noqa: BLE001 - code that needs a device, other shapes, or the model's own values
-            return None
+        return tried(lambda: self._run(stages, steps=steps, moves=moves))
 
     def _run(
         self,
@@ -377,31 +367,20 @@ class _Stage:
 
 
 class _Recorded:
-    """Answers ``all_reduce_shared`` as one stage does, and remembers the answers."""
+    """Answers ``all_reduce_shared`` as one stage does, or as before: what goes that way may reach other sections."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Sequence[Tensor] = ()) -> None:
+        self._before = iter(before)
         self.answers: list[Tensor] = []
 
     def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """The tensor."""
-        self.answers.append(tensor.detach().clone())
-        return tensor
+        """The answer of the same call before; else its own part."""
+        self.answers.append(next(self._before, tensor).detach().clone())
+        return self.answers[-1].clone()
 
     def owns(self, parameter: Tensor) -> bool:
         """True: one stage owns everything."""
         return True
-
-
-class _Replay(_Recorded):
-    """Answers as before: what goes that way may reach other sections."""
-
-    def __init__(self, answers: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._answers = iter(answers)
-
-    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """The answer of the same call before; its own part where it makes more calls."""
-        return next(self._answers, tensor).clone()
 
 
 def _differences(found: ByName, expected: ByName, but: frozenset[str] = frozenset()) -> list[str]:
