@@ -58,7 +58,7 @@ class Tolerance:
     """of a gradient, beside the largest of the model"""
 
     def room(self, each: Difference) -> float:
-        """How far apart a value may be."""
+        """Room that a value has for rounding."""
         if each.what in ("loss", "metric"):
             return self.loss * abs(each.expected)
         beside_all = self.beside_all * each.beside if each.what == "gradient" and not each.missing else 0.0

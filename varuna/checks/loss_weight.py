@@ -7,7 +7,7 @@ about equally hard, and hides the error.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,12 +52,12 @@ def check_weighing(experiment: Experiment, fewest: int = 1) -> None:
     """
     try:
         with experiment.running(torch.float32, widened=True) as own:
-            if len(positions := _unlike(own)) < 2 * fewest:
+            if len(singles := _unlike(own)) < 2 * fewest:
                 return
             if own.model.facts.batch_dependent:
                 own.initial.module.eval()
             in_fp32 = experiment.recipe.dtype is torch.float32 and not own.model.dtypes
-            found = _Weighing(own, positions, fewest, in_fp32).run()
+            found = _Weighing(own, singles, fewest, in_fp32).run()
     except RuntimeError as error:
         if not experiment.model.dtypes:
             raise
@@ -68,8 +68,8 @@ def check_weighing(experiment: Experiment, fewest: int = 1) -> None:
         raise ModelError(found)
 
 
-def _unlike(own: Experiment) -> list[int]:
-    """Samples of one length: first those that weigh differently, then others whose whole numbers differ.
+def _unlike(own: Experiment) -> dict[int, Part]:
+    """Position -> sample, all of one length: first those that weigh or count differently, then others.
 
     Where batches are lists of samples: numbers of lists.
     """
@@ -77,7 +77,7 @@ def _unlike(own: Experiment) -> list[int]:
     looked_at, size = LOOKED_AT if own.source.size is None else min(LOOKED_AT, own.source.size), _list_size(own)
     first: PartitionedModel | None = None
     seen: dict[object, int] = {}
-    others: list[int] = []
+    found: dict[int, Part] = {}
     for position in range(looked_at if size == 1 else max(2, looked_at // size)):  # one list would have no parts
         part = _read(own, [position])
         graph = own.graph_of(part)
@@ -86,8 +86,9 @@ def _unlike(own: Experiment) -> list[int]:
         first = graph
         if part.weight > 0 or own.model.whole is not None:
             seen.setdefault((part.weight, _counts(part)), position)
-        others.append(position)
-    return [*dict.fromkeys([*seen.values(), *others])][: _COMPARED_OF_LARGE if is_large else _COMPARED]
+        found[position] = part
+    chosen = [*dict.fromkeys([*seen.values(), *found])][: _COMPARED_OF_LARGE if is_large else _COMPARED]
+    return {position: found[position] for position in chosen}
 
 
 def _list_size(own: Experiment) -> int:
@@ -111,10 +112,16 @@ class _Weighing:
 
     own: Experiment
     """in fp32"""
-    positions: Sequence[int]
+    singles: Mapping[int, Part]
+    """its samples, by position"""
     fewest: int
     in_fp32: bool
     """the run is in fp32, too, so its sections may be compared"""
+
+    @property
+    def positions(self) -> list[int]:
+        """Of all samples."""
+        return [*self.singles]
 
     @cached_property
     def whole(self) -> Part:
@@ -140,7 +147,8 @@ class _Weighing:
         return [self.smallest, self._read_between([0, len(self.positions) // 2, len(self.positions)])]
 
     def _read_between(self, ends: Sequence[int]) -> list[Part]:
-        return [_read(self.own, self.positions[start:end]) for start, end in itertools.pairwise(ends)]
+        spans = [self.positions[start:end] for start, end in itertools.pairwise(ends)]
+        return [self.singles[span[0]] if len(span) == 1 else _read(self.own, span) for span in spans]
 
     def run(self) -> str | None:
         """A message about what is wrong; None if nothing is."""

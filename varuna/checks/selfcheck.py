@@ -176,8 +176,7 @@ class SelfCheck:
         whole = self.micro_batch if self.per_micro_batch else None
         with experiment.running() as own:
             fewest = probes.fewest(own.losses, self.source, whole or 2)
-        groups, sizes = [positions for positions in groups if len(positions) >= fewest], extent.sizes
-        with experiment.running() as own:
+            groups, sizes = [positions for positions in groups if len(positions) >= fewest], extent.sizes
             parts = own.parts(groups[0], of_at_least(sizes[: len(groups[0])], fewest))
             refuse_certain({CARRIED: probes.carried(own.losses, parts[0])})
         check_assumptions(experiment, self.micro_batch or 1)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from varuna.checkpoint.io.section_state import JSON, from_bytes, to_bytes
 from varuna.checks.drawn import drawn, small, tried
 from varuna.checks.remembering import check_after_step, check_repeats, check_schedule
-from varuna.core.errors import UsageError, VarunaError
+from varuna.core.errors import UsageError
 from varuna.data.randomness import SeededTurn, seeded
 from varuna.engine.stage.cross_stage import Exchange, LocalExchange, installed
 from varuna.engine.stage.job import Frozen
@@ -111,15 +111,14 @@ class UpdateCheck:
             named.append((name, parameter := nn.Parameter(value, requires_grad=name not in others)))
             parameter.grad = None if name in others else gradient
         put_marks(named, self.marks)
-        before = {name: parameter.detach().clone() for name, parameter in named if name in others}
-        try:
+        before, function = {name: value.detach().clone() for name, value in named}, independent(self.beginning[0])
+
+        def changed() -> list[str]:
             with seeded(0, "update check"), installed(LocalExchange()):
-                call_before_step(independent(self.beginning[0]), named, 0)
-        except VarunaError:
-            raise
-        except Exception:  # noqa: BLE001 - code that needs a device, other shapes, or the model's own values
-            return
-        if odd := [name for name, value in named if name in others and not torch.equal(value, before[name])]:
+                call_before_step(function, named, 0)
+            return [name for name, value in named if name in others and not torch.equal(value, before[name])]
+
+        if odd := tried(changed):
             raise UsageError(
                 f"before_step={at_place(self.before_step)} changes {_named(odd)}, if it is given all parameters. "
                 "They are not trained, and it is given the trained parameters of a stage only. Compute what follows "

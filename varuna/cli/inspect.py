@@ -17,7 +17,7 @@ from varuna.planner.choose import best_plan
 from varuna.process.plain_console import PlainConsole
 
 if TYPE_CHECKING:
-    from varuna.checks.dependencies.findings import Dependency
+    from varuna.checks.dependencies.tracer import Dependency
     from varuna.job.spec import JobSpec
     from varuna.partition.model import PartitionedModel
 

@@ -10,12 +10,11 @@ import linecache
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from varuna.checks.dependencies.findings import Dependency, shared_weights
 from varuna.checks.dependencies.tags import SuspectedDependency, Tag, TagLedger, TagMode
 from varuna.checks.update import UpdateCheck
 from varuna.core.errors import VarunaError, WorkerError
@@ -40,6 +39,22 @@ _STEPS = 2
 _SHOWN = 5
 
 Gradients = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Dependency:
+    """Something that a pipeline would compute differently from one process."""
+
+    kind: str
+    """``mixed``: an operation over several sections; ``number``: numbers of several sections, added up in Python;
+    ``untagged``: a tensor from outside the step; ``shared weight``; ``effect``: seen, but not where it comes from"""
+    sections: tuple[int, ...]
+    names: tuple[str, ...]
+    """parameters whose values, gradients or states are involved"""
+    where: str
+    """file:line, outside torch and Varuna"""
+    operation: str
+    remedy: str
 
 
 def trace(job: Job, recipe: Recipe, initial: Initial, batch: Mapping[str, Tensor]) -> list[Dependency]:
@@ -68,7 +83,7 @@ def trace(job: Job, recipe: Recipe, initial: Initial, batch: Mapping[str, Tensor
         raise WorkerError(
             f"the dry run of a step failed in before_step, the optimizer or the scheduler:\n{own}"
         ) from error
-    found = [*shared_weights(job.model, recipe, initial), *_findings(job, ledger)]
+    found = [*_shared_weights(job.model, recipe, initial), *_findings(job, ledger)]
     if not any(each.kind in ("mixed", "number") for each in found):
         update = UpdateCheck(job.model, job.optimizer, job.scheduler, job.before_step, job.marks, frozen=job.frozen)
         found += _effects(job, ledger, *update.reached)
@@ -174,6 +189,41 @@ def _load(stage: Stage, gradients: Gradients) -> dict[str, Tensor]:
 
 
 # -- findings ------------------------------------------------------------------------------------------------
+
+
+def _shared_weights(model: PartitionedModel, recipe: Recipe, initial: Initial) -> list[Dependency]:
+    """Parameters that are different objects in the same memory: one process trains one weight, stages two."""
+    where = str(place_of(recipe.build))
+    used = dict.fromkeys(name for section in model.sections for name in section.parameters)
+    return [
+        Dependency(
+            "shared weight",
+            tuple(sorted({model.owner_of(one), model.owner_of(other)})),
+            (one, other),
+            where,
+            "two parameters in the same memory",
+            "Varuna ties parameters that are one object. Assign the parameter, not its data (head.weight = "
+            "embed.weight), or clone it (head.weight.data = embed.weight.data.clone()) if they should differ.",
+        )
+        for one, other in _overlapping({name: initial.parameters[name] for name in used})
+        if not model.trainable.isdisjoint((one, other))
+    ]
+
+
+def _overlapping(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Pairs that share memory, in the order of addresses."""
+    extents = sorted((*_extent(tensor), name) for name, tensor in tensors.items() if tensor.numel())
+    for i, (_, end, one) in enumerate(extents):
+        for start, _, other in extents[i + 1 :]:
+            if start >= end:
+                break
+            yield one, other
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Addresses from the first byte to just past the last one."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
 
 def _findings(job: Job, ledger: TagLedger) -> list[Dependency]:

@@ -13,8 +13,7 @@ from tests.unit.engine.models import SmallLanguage
 from tests.unit.engine.ranks import Setup, single_threaded
 from tests.unit.partition import hidden
 from tests.unit.partition.hidden import over
-from varuna.checks.dependencies.findings import Dependency
-from varuna.checks.dependencies.tracer import trace
+from varuna.checks.dependencies.tracer import Dependency, trace
 from varuna.core.errors import WorkerError
 from varuna.partition.initial.constructor import Initial, materialise
 
