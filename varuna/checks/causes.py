@@ -99,7 +99,7 @@ _DETACHED = Cause(
 _UNKNOWN = Cause("the cause is unknown.", _REPORT)
 
 
-def certain(found: Found) -> str | None:
+def certain_words(found: Found) -> str | None:
     """Words of the first cause that no captured run can handle; None if there is none."""
     return next((cause.told(found[cause]) for cause in CERTAIN if found.get(cause)), None)
 
@@ -110,16 +110,16 @@ def refuse_certain(found: Found, finding: str = "") -> None:
     Raises:
         ModelError: there is one.
     """
-    if (words := certain(found)) is not None:
-        raise ModelError(after(finding, words))
+    if (words := certain_words(found)) is not None:
+        raise ModelError(continued(finding, words))
 
 
-def after(finding: str, words: str) -> str:
+def continued(finding: str, words: str) -> str:
     """Words of a cause that follow another sentence."""
     return f"{finding} {words[0].upper()}{words[1:]}" if finding else words
 
 
-def likely(odd: Sequence[Difference], model: PartitionedModel, reentrant: Sequence[str]) -> str:
+def likely_words(odd: Sequence[Difference], model: PartitionedModel, reentrant: Sequence[str]) -> str:
     """Words of the likely cause of differences.
 
     Args:

@@ -106,7 +106,7 @@ def side_by_side(found: Outcome, expected: Outcome) -> Iterator[Difference]:
     if len(found.losses) == len(expected.losses):
         gaps += map(_gap, found.losses, expected.losses)
     yield Difference("loss", "", max(gaps), abs(expected.loss), found.loss, expected.loss)
-    scale = largest(expected.gradients.values())
+    scale = max(map(_size, expected.gradients.values()), default=0.0)
     for name in {**expected.gradients, **found.gradients}:
         one, two = found.gradients.get(name), expected.gradients.get(name)
         yield Difference("gradient", name, _apart(one, two), scale, _size(one), _size(two))
@@ -146,11 +146,6 @@ def noise_of(expected: Outcome, moved: Iterable[Outcome]) -> Noise:
         for each in side_by_side(outcome, expected):
             found[each.what, each.name] = max(each.apart, found.get((each.what, each.name), 0.0))
     return found
-
-
-def largest(tensors: Iterable[Tensor]) -> float:
-    """Largest absolute value of all elements of all tensors."""
-    return max(map(_size, tensors), default=0.0)
 
 
 def _size(value: Tensor | None) -> float:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from varuna.checks.causes import DRAWS, certain, without_autocast
+from varuna.checks.causes import DRAWS, certain_words, without_autocast
 from varuna.checks.draws import NoDraws
 from varuna.checks.experiment import Experiment
 from varuna.checks.outcome import Part, controlled, run_plainly
@@ -167,7 +167,7 @@ class _Weighing:
             return None
         with watched() as seen:
             self._loss(self.whole)
-        return certain({DRAWS: seen.draws}) or self._of_alone() or self._message(plain)
+        return certain_words({DRAWS: seen.draws}) or self._of_alone() or self._message(plain)
 
     def _whole(self) -> float | None:
         """The loss of all samples at once; None where it proves nothing."""

@@ -58,7 +58,7 @@ def _by_last_bit(value: Tensor, generator: torch.Generator) -> Tensor:
     return value * (1 + torch.finfo(value.dtype).eps * signs.to(value.dtype))
 
 
-def fewest(losses: LossModule, source: SampleSource, whole: int = 2) -> int:
+def fewest_samples(losses: LossModule, source: SampleSource, whole: int = 2) -> int:
     """Number of samples that plain PyTorch needs at least: 2 where ``squeeze()`` drops the batch of one.
 
     Args:
@@ -115,7 +115,7 @@ def deciding_draws(losses: LossModule, part: Part, seen: Seen) -> tuple[str, ...
         return ()
     same = loss_again(losses, part)
     tries: list[Callable[[], float]] = [lambda key=key: loss_again(losses, part, key=key) for key in _KEYS]  # type: ignore[misc]
-    tries += [lambda end=end: loss_again(losses, part, respond=answer(end)) for end in ENDS]  # type: ignore[misc]
+    tries += [lambda end=end: loss_again(losses, part, respond=answer_near(end)) for end in ENDS]  # type: ignore[misc]
     return tuple(seen.draws) if any(_differs(each, same) for each in tries) else ()
 
 
@@ -128,7 +128,7 @@ def _differs(attempt: Callable[[], float], same: float) -> bool:
     return found != same and not (found != found and same != same)
 
 
-def answer(end: float) -> Respond:
+def answer_near(end: float) -> Respond:
     """Make every draw between two numbers return one near their end."""
 
     def respond(name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -142,7 +142,7 @@ def answer(end: float) -> Respond:
     return respond
 
 
-def carried(losses: LossModule, part: Part) -> tuple[str, ...]:
+def carried_attributes(losses: LossModule, part: Part) -> tuple[str, ...]:
     """Attributes with tensors that one forward leaves and the next depends on: its loss is another one."""
     with same_attributes(losses.model), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of checkpointing, for one, which misses gradients here

@@ -23,8 +23,8 @@ from varuna.checks.causes import (
     HOOKS,
     NOT_REPEATED,
     WRITTEN,
-    after,
-    likely,
+    continued,
+    likely_words,
     refuse_certain,
     without_autocast,
 )
@@ -39,7 +39,7 @@ from varuna.checks.outcome import Outcome, Part
 from varuna.checks.proportion import check_proportion
 from varuna.checks.reading import Place, check_reading
 from varuna.checks.samples import check_mixed_samples, choose_positions, computes_over_batch, read_twice
-from varuna.checks.shapes_only import look_over
+from varuna.checks.shapes_only import look_without_data
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
 from varuna.engine.device.capacity import usable_bytes
@@ -158,14 +158,16 @@ class SelfCheck:
         try:
             graph = model.graphs[variant_of(model, batch.tensors, batch.indices)]
             (numbers,) = numbers_of(graph, [batch.tensors], {})
-            found, odd, reentrant = look_over(model, self.recipe, Part(batch.tensors, batch.indices, 1.0, numbers))
+            found, odd, reentrant = look_without_data(
+                model, self.recipe, Part(batch.tensors, batch.indices, 1.0, numbers)
+            )
         except Exception as error:  # noqa: BLE001 - the model's own code, which data would let pass
             return f"{too_large}, and running it without data failed ({type(error).__name__})", _ONCE
         names = ", ".join(each.name for each in odd[:3])
         finding = f"{len(odd)} parameters get no gradient ({names})." if odd else ""
         refuse_certain(found, finding)
         if odd:
-            raise ModelError(after(finding, likely(odd, model, reentrant)))
+            raise ModelError(continued(finding, likely_words(odd, model, reentrant)))
         return too_large, _ONCE
 
     def _run(
@@ -175,10 +177,10 @@ class SelfCheck:
         experiment = Experiment(model, self.recipe, initial, self.source, self.weight)
         whole = self.micro_batch if self.per_micro_batch else None
         with experiment.running() as own:
-            fewest = probes.fewest(own.losses, self.source, whole or 2)
+            fewest = probes.fewest_samples(own.losses, self.source, whole or 2)
             groups, sizes = [positions for positions in groups if len(positions) >= fewest], extent.sizes
             parts = own.parts(groups[0], of_at_least(sizes[: len(groups[0])], fewest))
-            refuse_certain({CARRIED: probes.carried(own.losses, parts[0])})
+            refuse_certain({CARRIED: probes.carried_attributes(own.losses, parts[0])})
         check_assumptions(experiment, self.micro_batch or 1)
         found, left_out = list[Errors](), list[str]()
         for positions in groups:
@@ -234,11 +236,11 @@ class SelfCheck:
         if odd := own.differences(found, expected):
             if not any(own.differences(own.plainly(parts), expected) for _ in range(2)):
                 odd = own.differences(found, expected, probes.noise(losses, parts, expected, SameDraws))
-                words = likely(odd, own.model, expected.seen.reentrant)
+                words = likely_words(odd, own.model, expected.seen.reentrant)
             else:
                 words = COUNTERS.told([*counted]) if counted else NOT_REPEATED.told()
             if odd:
-                raise ModelError(after(f"{own.described(odd, parts)}.", words))
+                raise ModelError(continued(f"{own.described(odd, parts)}.", words))
         return errors(found, expected)
 
 

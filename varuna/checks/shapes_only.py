@@ -17,7 +17,7 @@ from varuna.checks.causes import COUNTERS, DRAWS, HOOKS, Found
 from varuna.checks.compare import Difference
 from varuna.checks.module_state import changed, plain_values
 from varuna.checks.outcome import Part, run_sections
-from varuna.checks.probes import ENDS, answer
+from varuna.checks.probes import ENDS, answer_near
 from varuna.data.randomness import seeded
 from varuna.partition.capture.building import build_without_data, cast_fakes
 from varuna.partition.capture.capture import LossModule, Recipe
@@ -56,7 +56,9 @@ class _Forward:
     loss: Tensor
 
 
-def look_over(model: PartitionedModel, recipe: Recipe, part: Part) -> tuple[Found, list[Difference], Sequence[str]]:
+def look_without_data(
+    model: PartitionedModel, recipe: Recipe, part: Part
+) -> tuple[Found, list[Difference], Sequence[str]]:
     """Find certain causes, missing gradients and reentrant checkpoints without data.
 
     Args:
@@ -111,7 +113,7 @@ def _forward(losses: LossModule, tensors: Mapping[str, Tensor], respond: Respond
 
 def _depends(losses: LossModule, tensors: Mapping[str, Tensor], first: _Forward) -> bool:
     """Whether other draws lead to other operations, or to other numbers in them."""
-    return any(_forward(losses, tensors, answer(end)).operations != first.operations for end in ENDS)
+    return any(_forward(losses, tensors, answer_near(end)).operations != first.operations for end in ENDS)
 
 
 def _reached(model: PartitionedModel, module: nn.Module, part: Part) -> set[str]:

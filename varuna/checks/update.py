@@ -182,23 +182,22 @@ class UpdateCheck:
         Raises:
             UsageError: one does: several stages would train another model.
         """
-        _ = self._right_in_stages
-
-    @cached_property
-    def _right_in_stages(self) -> bool:
-        expected = self._expected
-        if expected is None or len(self._sections) < 2:
-            return True
-        apart = [] if self._shared else _differences(self._outcome_in(self._sections) or expected, expected)
-        odd = apart or self.reached[1]
-        if odd:
+        if odd := self._apart:
             raise UsageError(
                 f"{self._what} computes something over parameters of several sections, of which a stage has a part "
                 f"only: on several stages {_named(odd)} would become other. varuna inspect --trace names the "
                 "lines. Combine it over the stages with varuna.all_reduce_shared, or train on one stage: varuna run "
                 "--stages 1. For gradient clipping, pass clip_grad_norm= to varuna.Trainer."
             )
-        return True
+
+    @cached_property
+    def _apart(self) -> Sequence[str]:
+        """Parameters that become other on several stages."""
+        expected = self._expected
+        if expected is None or len(self._sections) < 2:
+            return ()
+        found = [] if self._shared else _differences(self._outcome_in(self._sections) or expected, expected)
+        return found or self.reached[1]
 
     @cached_property
     def reached(self) -> tuple[Sequence[str], Sequence[str]]:

@@ -40,7 +40,7 @@ def inspect(
 ) -> None:
     """Show where Varuna cuts the model of SCRIPT, and what crosses each cut."""
     options.check_misplaced(context, script, args or [])
-    from varuna.checks.dependencies.tracer import trace as find_dependencies
+    from varuna.checks.dependencies.tracer import find_dependencies
     from varuna.job.script_runner import output_as_errors, take_job
     from varuna.job.start import engine_job
 

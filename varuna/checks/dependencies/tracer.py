@@ -57,7 +57,7 @@ class Dependency:
     remedy: str
 
 
-def trace(job: Job, recipe: Recipe, initial: Initial, batch: Mapping[str, Tensor]) -> list[Dependency]:
+def find_dependencies(job: Job, recipe: Recipe, initial: Initial, batch: Mapping[str, Tensor]) -> list[Dependency]:
     """Run two training steps on a small batch and report what crosses sections without the framework's knowledge.
 
     Args:
@@ -75,7 +75,7 @@ def trace(job: Job, recipe: Recipe, initial: Initial, batch: Mapping[str, Tensor
     ledger = TagLedger()
     try:
         with generator_lock, torch.random.fork_rng(devices=[]):
-            stage = _watched_step(job, initial, batch, ledger)
+            _watch_steps(job, initial, batch, ledger)
     except VarunaError:
         raise
     except Exception as error:
@@ -87,14 +87,13 @@ def trace(job: Job, recipe: Recipe, initial: Initial, batch: Mapping[str, Tensor
     if not any(each.kind in ("mixed", "number") for each in found):
         update = UpdateCheck(job.model, job.optimizer, job.scheduler, job.before_step, job.marks, frozen=job.frozen)
         found += _effects(job, ledger, *update.reached)
-    assert stage.next_step == _STEPS
     return found
 
 
 # -- the watched step ----------------------------------------------------------------------------------------
 
 
-def _watched_step(job: Job, initial: Initial, batch: Mapping[str, Tensor], ledger: TagLedger) -> Stage:
+def _watch_steps(job: Job, initial: Initial, batch: Mapping[str, Tensor], ledger: TagLedger) -> None:
     """Forward, backward and the applied steps under the tagging mode."""
     size = rows_in(batch)
     with _whole_stage(job, initial, size, ledger) as stage:
@@ -113,33 +112,12 @@ def _watched_step(job: Job, initial: Initial, batch: Mapping[str, Tensor], ledge
             for name, value in fresh.items():
                 ledger.tag(value, _home(job, name), home=True)
             stage.apply(step, 1.0, ledger)
-    return stage
 
 
 @contextmanager
 def _whole_stage(job: Job, initial: Initial, size: int, ledger: TagLedger) -> Iterator[Stage]:
     """All sections in one stage, its optimizer built by the user's factory under the mode."""
     names = dict.fromkeys(name for section in job.model.sections for name in section.parameters)
-
-    def optimizer(named: NamedParameters) -> torch.optim.Optimizer:
-        for name, parameter in named:
-            ledger.tag(parameter, _home(job, name), home=True)
-        ledger.otherwise = place_of(job.optimizer)
-        return build_optimizer(job.optimizer, named)
-
-    with TagMode(ledger):
-        stage = _stage(replace(job, optimizer=optimizer), initial, size)
-        for name in names:
-            ledger.tag(stage.parameters[name], _home(job, name), home=True)
-        yield stage
-
-
-def _home(job: Job, name: str) -> Tag:
-    return Tag(frozenset({job.model.owner_of(name)}), (name,))
-
-
-def _stage(job: Job, initial: Initial, size: int) -> Stage:
-    torch.manual_seed(job.seed)
     sections = len(job.model.sections)
     plan = Plan(micro_batch=size, global_batch=size, pipelines=(Pipeline(bounds=(0, sections), stash_limits=(1,)),))
     states = initial_states(
@@ -148,7 +126,23 @@ def _stage(job: Job, initial: Initial, size: int) -> Stage:
         lambda names: {name: initial.parameters[name].clone() for name in names},
         job.buffers,
     )
-    return Stage(job, plan, 0, states, 0)
+
+    def optimizer(named: NamedParameters) -> torch.optim.Optimizer:
+        for name, parameter in named:
+            ledger.tag(parameter, _home(job, name), home=True)
+        ledger.otherwise = place_of(job.optimizer)
+        return build_optimizer(job.optimizer, named)
+
+    with TagMode(ledger):
+        torch.manual_seed(job.seed)
+        stage = Stage(replace(job, optimizer=optimizer), plan, 0, states, 0)
+        for name in names:
+            ledger.tag(stage.parameters[name], _home(job, name), home=True)
+        yield stage
+
+
+def _home(job: Job, name: str) -> Tag:
+    return Tag(frozenset({job.model.owner_of(name)}), (name,))
 
 
 def _forward_and_backward(stage: Stage, examples: Examples, ledger: TagLedger) -> None:

@@ -13,7 +13,7 @@ from tests.unit.engine.models import SmallLanguage
 from tests.unit.engine.ranks import Setup, single_threaded
 from tests.unit.partition import hidden
 from tests.unit.partition.hidden import over
-from varuna.checks.dependencies.tracer import Dependency, trace
+from varuna.checks.dependencies.tracer import Dependency, find_dependencies
 from varuna.core.errors import WorkerError
 from varuna.partition.initial.constructor import Initial, materialise
 
@@ -36,7 +36,7 @@ def traced(optimizer: Any = None, before_step: Any = None, scheduler: Any = None
         setup.job(), optimizer=optimizer or over(torch.optim.AdamW), before_step=before_step, scheduler=scheduler
     )
     before = {name: value.clone() for name, value in initial.parameters.items()}
-    found = trace(job, setup.recipe, initial, setup.source.micro_batch(range(2)).tensors)
+    found = find_dependencies(job, setup.recipe, initial, setup.source.micro_batch(range(2)).tensors)
     assert all(torch.equal(before[name], value) for name, value in initial.parameters.items())
     return found
 
@@ -140,7 +140,9 @@ def test_catches_an_optimizer_of_torch_at_the_line_that_builds_it() -> None:
 
 def test_catches_a_weight_that_is_shared_behind_the_frameworks_back() -> None:
     setup = Setup(build=hidden.shares_memory(SmallLanguage))
-    found = trace(setup.job(), setup.recipe, materialise(setup.recipe, 0), setup.source.micro_batch(range(2)).tensors)
+    found = find_dependencies(
+        setup.job(), setup.recipe, materialise(setup.recipe, 0), setup.source.micro_batch(range(2)).tensors
+    )
     (weight,) = [each for each in found if each.kind == "shared weight"]
     assert sorted(weight.names) == ["layers.0.weight", "layers.2.weight"]
     assert len(weight.sections) == 2
