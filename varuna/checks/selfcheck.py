@@ -179,8 +179,9 @@ class SelfCheck:
         with experiment.running() as own:
             fewest = probes.fewest_samples(own.losses, self.source, whole or 2)
             groups, sizes = [positions for positions in groups if len(positions) >= fewest], extent.sizes
-            parts = own.parts(groups[0], of_at_least(sizes[: len(groups[0])], fewest))
-            refuse_certain({CARRIED: probes.carried_attributes(own.losses, parts[0])})
+            for positions in groups[:1]:
+                parts = own.parts(positions, of_at_least(sizes[: len(positions)], fewest))
+                refuse_certain({CARRIED: probes.carried_attributes(own.losses, parts[0])})
         check_assumptions(experiment, self.micro_batch or 1)
         found, left_out = list[Errors](), list[str]()
         for positions in groups:

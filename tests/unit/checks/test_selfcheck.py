@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from tests.depth import by_depth
 from tests.unit.checks.jobs import Annealed, Dropping, Net, Normed, Rows, Skipping, checked, with_parameter_hook
 from tests.unit.engine.models import adamw
+from varuna.checks.selfcheck import SelfCheck
 from varuna.core.errors import DataError, ModelError
+from varuna.data.samples import SampleSource
+from varuna.partition.capture.capture import Recipe
+from varuna.partition.initial.constructor import materialise
+from varuna.partition.model import partition
 from varuna.trainer import Trainer
 
 
@@ -218,6 +223,19 @@ def test_contrastive_losses_are_checked_by_micro_batch() -> None:
             return nn.functional.cross_entropy(one @ two.T, torch.arange(x.shape[0]))
 
     assert checked(Pairs, micro_batch=3).loss < 1e-6
+
+
+class One(Rows):
+    def __len__(self) -> int:
+        return 1
+
+
+def test_fewer_samples_than_the_model_takes_are_told() -> None:
+    """One sample, to see a model learn it; statistics over it alone would be of nothing."""
+    recipe, source = Recipe(Normed), SampleSource(One(), seed=0)
+    model = partition(recipe, source.micro_batch([0, 0]).tensors)
+    found = SelfCheck(recipe, source, None, 2).compare(model, materialise(recipe, 0))
+    assert found.left_out == ("single samples, because plain PyTorch takes 2 at least",)
 
 
 class Predicting(Net):
