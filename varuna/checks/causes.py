@@ -23,9 +23,13 @@ class Cause(NamedTuple):
 
     def told(self, names: Sequence[str] = ()) -> str:
         """The words, with some of the names."""
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        some = f"{', '.join(names[:_SHOWN])}{more}"
-        return f"{self.what.replace('{}', some)} {self.remedy}"
+        return f"{self.what.replace('{}', some_of(names))} {self.remedy}"
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first names, and the number of the others."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 Found = Mapping[Cause, Sequence[str]]

@@ -28,13 +28,13 @@ def choose_positions(model: PartitionedModel, source: SampleSource, count: int) 
     for position in range(LOOKED_AT if source.size is None else min(LOOKED_AT, source.size)):
         batch = source.micro_batch([position])
         variant = variant_of(model, batch.tensors, batch.indices)
-        groups.setdefault(variant, {})[position] = signature(batch.tensors)
+        groups.setdefault(variant, {})[position] = _signature(batch.tensors)
         if len(groups) == len(model.graphs) and all(len(set(each.values())) >= count for each in groups.values()):
             break
-    return tuple(unlike(each, count) for each in groups.values())
+    return tuple(_choose_unlike(each, count) for each in groups.values())
 
 
-def unlike(signatures: dict[int, _Signature], count: int) -> tuple[int, ...]:
+def _choose_unlike(signatures: dict[int, _Signature], count: int) -> tuple[int, ...]:
     """Up to ``count`` positions, of as many different signatures as there are, in order."""
     first: dict[_Signature, int] = {}
     for position, found in signatures.items():
@@ -43,7 +43,7 @@ def unlike(signatures: dict[int, _Signature], count: int) -> tuple[int, ...]:
     return tuple(sorted(chosen[:count]))
 
 
-def signature(batch: dict[str, Tensor]) -> _Signature:
+def _signature(batch: dict[str, Tensor]) -> _Signature:
     """Count the zero and the ignored entries of each key: masks, padding and ignored labels show in them."""
     return tuple(
         (key, float((value == 0).sum()), 0.0 if value.dtype is torch.bool else float((value == _IGNORED).sum()))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.checkpoint.io.section_state import JSON, from_bytes, to_bytes
+from varuna.checks.causes import some_of
 from varuna.checks.drawn import drawn, small, tried
 from varuna.checks.remembering import check_after_step, check_repeats, check_schedule
 from varuna.core.errors import UsageError
@@ -120,7 +121,7 @@ class UpdateCheck:
 
         if odd := tried(changed):
             raise UsageError(
-                f"before_step={at_place(self.before_step)} changes {_named(odd)}, if it is given all parameters. "
+                f"before_step={at_place(self.before_step)} changes {some_of(odd)}, if it is given all parameters. "
                 "They are not trained, and it is given the trained parameters of a stage only. Compute what follows "
                 "from trained parameters, like a teacher, in after_step=, which runs once per step, after the "
                 "optimizer, with all parameters and buffers."
@@ -148,7 +149,7 @@ class UpdateCheck:
         odd = [name for name, value in named if id(value) in held and value.grad is not None and value.grad.any()]
         if odd:
             raise UsageError(
-                f"zero_grad() of the optimizer{at_place(self.optimizer)} leaves gradients of {_named(odd)}. Varuna "
+                f"zero_grad() of the optimizer{at_place(self.optimizer)} leaves gradients of {some_of(odd)}. Varuna "
                 "does not call it: each step has the gradients of its own batch alone. Keep what the next step needs "
                 "in the optimizer's state[parameter], and add it in step()."
             )
@@ -171,7 +172,7 @@ class UpdateCheck:
         moved = None if stayed is None else self._outcome_in([self._names], steps=_MOVED_STEPS, moves=True)
         if stayed is not None and moved is not None and (odd := _differences(moved, stayed)):
             raise UsageError(
-                f"{self._what} would train otherwise after a change of plan, or when the run resumes: {_named(odd)} "
+                f"{self._what} would train otherwise after a change of plan, or when the run resumes: {some_of(odd)} "
                 "would become other, since something that it keeps from step to step is not moved with its "
                 f"parameters. {_KEEP_IN_OPTIMIZER if self.before_step is None else _KEEP_NOTHING}"
             )
@@ -185,7 +186,7 @@ class UpdateCheck:
         if odd := self._apart:
             raise UsageError(
                 f"{self._what} computes something over parameters of several sections, of which a stage has a part "
-                f"only: on several stages {_named(odd)} would become other. varuna inspect --trace names the "
+                f"only: on several stages {some_of(odd)} would become other. varuna inspect --trace names the "
                 "lines. Combine it over the stages with varuna.all_reduce_shared, or train on one stage: varuna run "
                 "--stages 1. For gradient clipping, pass clip_grad_norm= to varuna.Trainer."
             )
@@ -427,7 +428,3 @@ def _beside(one: JSON, two: JSON) -> str:
     other = [each for each in entries if not all(any(_is_alike(each, its) for its in side) for side in lists)]
     label, _, key, _ = other[0] if other else entries[0]
     return f"{label}[{from_json(key)!r}]"
-
-
-def _named(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
