@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 import torch
 
@@ -178,10 +179,12 @@ class SelfCheck:
         whole = self.micro_batch if self.per_micro_batch else None
         with experiment.running() as own:
             fewest = probes.fewest_samples(own.losses, self.source, whole or 2)
-            groups, sizes = [positions for positions in groups if len(positions) >= fewest], extent.sizes
-            for positions in groups[:1]:
-                parts = own.parts(positions, of_at_least(sizes[: len(positions)], fewest))
-                refuse_certain({CARRIED: probes.carried_attributes(own.losses, parts[0])})
+            sizes = extent.sizes
+            enough = [positions for positions in groups if len(positions) >= fewest]
+            # A data set of fewer samples than plain PyTorch takes is checked on the same ones again.
+            groups = enough or [tuple(islice(cycle(groups[0]), fewest))]
+            parts = own.parts(groups[0], of_at_least(sizes[: len(groups[0])], fewest))
+            refuse_certain({CARRIED: probes.carried_attributes(own.losses, parts[0])})
         check_assumptions(experiment, self.micro_batch or 1)
         found, left_out = list[Errors](), list[str]()
         for positions in groups:
@@ -203,9 +206,7 @@ class SelfCheck:
                     left_out.append(divided)
                 else:
                     found.append(divided)
-        if not found:
-            left_out.append(f"single samples, because plain PyTorch takes {fewest} at least")
-        return _worst(found) if found else Errors(0.0, 0.0, ""), tuple(dict.fromkeys(left_out))
+        return _worst(found), tuple(dict.fromkeys(left_out))
 
     def _captured(self, own: Experiment, parts: Sequence[Part]) -> Errors:
         """Sections against the module, micro-batch by micro-batch, dropout and all."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.depth import by_depth
 from tests.unit.checks.jobs import Annealed, Dropping, Net, Normed, Rows, Skipping, checked, with_parameter_hook
 from tests.unit.engine.models import adamw
+from varuna.checks.compare import Errors
 from varuna.checks.selfcheck import SelfCheck
 from varuna.core.errors import DataError, ModelError
 from varuna.data.samples import SampleSource
@@ -230,12 +231,26 @@ class One(Rows):
         return 1
 
 
-def test_fewer_samples_than_the_model_takes_are_told() -> None:
-    """One sample, to see a model learn it; statistics over it alone would be of nothing."""
-    recipe, source = Recipe(Normed), SampleSource(One(), seed=0)
-    model = partition(recipe, source.micro_batch([0, 0]).tensors)
-    found = SelfCheck(recipe, source, None, 2).compare(model, materialise(recipe, 0))
-    assert found.left_out == ("single samples, because plain PyTorch takes 2 at least",)
+def hooked() -> nn.Module:
+    model = Normed()
+    weight: Any = model.get_parameter("layers.1.weight")
+    weight.register_hook(lambda gradient: gradient * 3)
+    return model
+
+
+def test_fewer_samples_than_the_model_takes_are_checked_several_times_over() -> None:
+    """One sample, to see a model learn it: statistics over it alone would be of nothing."""
+
+    def compare(build: Callable[[], nn.Module]) -> Errors | None:
+        recipe, source = Recipe(build), SampleSource(One(), seed=0)
+        model = partition(recipe, source.micro_batch([0, 0]).tensors)
+        return SelfCheck(recipe, source, None, 2).compare(model, materialise(recipe, 0)).errors
+
+    found = compare(Normed)
+    assert found is not None
+    assert found.loss < 1e-6
+    with pytest.raises(ModelError, match="hooks on gradients"):
+        compare(hooked)
 
 
 class Predicting(Net):

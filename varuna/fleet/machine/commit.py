@@ -11,7 +11,7 @@ from varuna.fleet.machine.backoff import note_broken
 from varuna.fleet.machine.device_faults import note_full
 from varuna.fleet.machine.leases import awaits_return, forget_waits, is_near, note_progress, stands_still
 from varuna.fleet.machine.salvage import share_of_step
-from varuna.fleet.machine.silent_links import forget_links, note_unreachable, lose_parted_machines
+from varuna.fleet.machine.silent_links import forget_links, lose_parted_machines, note_unreachable
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import EndCause, Ending
 from varuna.fleet.state.fleet import Fleet
