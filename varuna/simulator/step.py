@@ -1,4 +1,8 @@
-"""Event-driven simulation of one step of one pipeline (paper §"Parametrized Simulation").
+r"""Event-driven simulation of one step of one pipeline (paper §"Parametrized Simulation").
+
+    stage 0   F0   F1   F2 ...                  each stage asks its policy: an action, or wait
+                \    \                           a message: after those before it on its channel, at the line's rate
+    stage 1      F0   F1 ...       B0 ...       the last stage's B needs no message
 
 Every decision is the policy's own. A message's arrival is known as soon as its sender starts, so that the only
 events are "stage k may act now"; and, where links share the lines of hosts, "a message has left".

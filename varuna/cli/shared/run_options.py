@@ -94,7 +94,7 @@ class RunOptions:
         """
         if self.overwrite and not self.new:
             raise UsageError("--overwrite requires --new: give both, --new --overwrite, or neither")
-        self.memory_bytes, self.priced, self.budget  # noqa: B018
+        self.memory_bytes, self.given, self.priced, self.budget  # noqa: B018
 
     @cached_property
     def memory_bytes(self) -> int | None:

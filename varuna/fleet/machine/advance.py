@@ -1,4 +1,12 @@
-"""The manager as a pure state machine: ``advance`` notes one event, then draws conclusions until nothing changes."""
+"""The manager as a pure state machine: ``advance`` notes one event, then draws conclusions until nothing changes.
+
+    Idle ──── start_generation ───> Running ──── finish_if_all_left ───> Finishing ── finish_run ──> Ended
+     ^                                 │
+     │                                 └─ watch_generation ─> Stopping
+     └───────────────── resolve_stop ──────────────────────────┘
+
+Before the rule of the phase, in each pass (``_pass``), workers are lost, put aside, readmitted and released.
+"""
 
 from varuna.core.messages import (
     Beat,

@@ -1,4 +1,13 @@
-"""Votes, and the end of a generation: everybody stops, and one verdict on the step in flight binds all."""
+"""Votes, and the end of a generation: everybody stops, and one verdict on the step in flight binds all.
+
+Running    watch_generation: a member is lost, a suspicion stands, or all stopped for a planned morph
+   │       stop_generation
+Stopping   send_holds, to members that do not know; each answers with a StopReport (note_held)
+   │       resolve_stop, once all that live have answered
+   ├─ COMMIT: the newest vote is known, and ranks lack its update: written down, then Apply to these laggards,
+   │          who answer again
+   └─ else Idle: the step in flight, if there is one, runs again
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

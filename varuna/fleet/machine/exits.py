@@ -1,4 +1,10 @@
-"""Deaths and departures: preempted, frozen, failed, or done."""
+"""Deaths and departures: preempted, frozen, failed, or done.
+
+its process exits        note_exited           ┐
+its connection ends      note_connection_lost  ├─ noted; expire concludes: the worker is lost, or the run ends
+it says Failed           note_failed           ┘
+it says Leaving          note_leaving ─> finish_if_all_left ─> finish_run, once the scripts have ended
+"""
 
 import signal
 from dataclasses import replace

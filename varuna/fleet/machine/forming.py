@@ -1,4 +1,12 @@
-"""A new generation: its workers, where state comes from, and the assignments."""
+"""A new generation: its workers, where state comes from, and the assignments.
+
+    who is there ── has each section a holder? ── yes ──> the state of now
+                           │ no: wait for its return, else
+                           └─ _restore: in memory, in the store, or the beginning
+    plan_and_workers ──> _start: seats ─> transfers ─> sums that are kept ─> GenerationRecord ─> Assign to each member
+
+Questions (the newest checkpoint, the best plan) are asked of the shell: a try without an answer ends.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

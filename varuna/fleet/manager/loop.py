@@ -1,4 +1,11 @@
-"""Gives the state machine its events, and does what it says, on one thread."""
+"""Gives the state machine its events, and does what it says, on one thread.
+
+workers, agents, people, clouds ─> mailbox ─┐
+the clock ─────────────────────────> Tick ──┴─> _handle: advance(fleet, event) ─> fleet, instructions
+                                                                                     │ in their order
+threads for plans and for the store <── Ask, Collect ── Publish (disk first), Send, Spawn, Kill, Release
+    └─ AnswerReceived ─> mailbox
+"""
 
 import math
 import secrets
