@@ -181,8 +181,8 @@ def takes_options(command: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _of_fields(group: Any) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [_named(each.name, hints, each.default) for each in fields(group)]
+    hints, own = get_type_hints(group, include_extras=True), inspect.signature(group).parameters
+    return [_named(name, hints, each.default) for name, each in own.items()]
 
 
 def _named(name: str, hints: Mapping[str, Any], default: Any) -> inspect.Parameter:
