@@ -141,7 +141,7 @@ def _run(model: PartitionedModel, trial: Trial, initial: Initial, batch: Mapping
 
 
 def _differ(fewer: Tensor, kind: TrialValues, one: Tensor, two: Tensor) -> bool:
-    """Whether elements of the first examples change when the last example does."""
+    """Return whether elements of the first examples change when the last example does."""
     dim = kind.dim
     if kind.picked:
         kept = torch.arange(fewer.shape[dim])

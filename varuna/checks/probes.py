@@ -120,7 +120,7 @@ def deciding_draws(losses: LossModule, part: Part, seen: Seen) -> tuple[str, ...
 
 
 def _differs(attempt: Callable[[], float], same: float) -> bool:
-    """Whether another draw changes the loss, or makes the model fail."""
+    """Return whether another draw changes the loss, or makes the model fail."""
     try:
         found = attempt()
     except Exception:  # noqa: BLE001 - whatever the model's own code raises

@@ -100,7 +100,7 @@ def check_mixed_samples(source: SampleSource) -> None:
 
 
 def computes_over_batch(source: SampleSource) -> bool:
-    """Whether ``collate`` computes something over a batch, such as a norm, a mix or weights by counts."""
+    """Return whether ``collate`` computes something over a batch, such as a norm, a mix or weights by counts."""
     end = _MIXED if source.size is None else min(LOOKED_AT, source.size)
     return _is_enough(source) and source.mixes_samples(range(end), drawing=False)
 

@@ -112,7 +112,7 @@ def _forward(losses: LossModule, tensors: Mapping[str, Tensor], respond: Respond
 
 
 def _depends(losses: LossModule, tensors: Mapping[str, Tensor], first: _Forward) -> bool:
-    """Whether other draws lead to other operations, or to other numbers in them."""
+    """Return whether other draws lead to other operations, or to other numbers in them."""
     return any(_forward(losses, tensors, answer_near(end)).operations != first.operations for end in ENDS)
 
 

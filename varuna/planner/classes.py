@@ -101,7 +101,7 @@ def _of_several(request: PlanRequest, alone: Mapping[str, Ranking], effort: Effo
 
 
 def may_mix_classes(request: PlanRequest) -> bool:
-    """Whether pipelines may be cut by class: not where replicas share out their state, or links are between GPUs."""
+    """Return whether pipelines may be cut by class: not with a sharded optimizer, or links between GPUs."""
     return request.mixes and not request.calibration.optimizer.sharded
 
 

@@ -39,7 +39,7 @@ def longest_run(shape: Shape, global_batch: int) -> int:
 
 
 def is_short(shape: Shape, global_batch: int) -> bool:
-    """Whether a step has so few actions that it is simulated quickly, and that its time depends on their order."""
+    """Return whether a step has few enough actions to be simulated quickly, and for their order to count."""
     return shape.stages * longest_run(shape, global_batch) <= EFFORT.short_forwards
 
 

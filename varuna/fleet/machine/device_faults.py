@@ -81,7 +81,7 @@ def is_only_machine(fleet: Fleet, node: str) -> bool:
 
 
 def _is_needed(fleet: Fleet, node: str, seen: BrokenDevice) -> bool:
-    """Whether every generation after a failure had a worker of its machine: then the run may fail there for ever."""
+    """Return whether every generation after a failure had a worker of its machine, so that it may fail for ever."""
     later, there = [each for each in fleet.history if each.generation > seen.generation], fleet.workers.on(node)
     return bool(later) and not any(each.ranks.keys().isdisjoint(there) for each in later)
 

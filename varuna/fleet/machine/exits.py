@@ -213,7 +213,7 @@ _WITHOUT = "The run trains without it: look at what this machine lacks (packages
 
 
 def _is_dispensable(fleet: Fleet, name: str) -> bool:
-    """Whether a worker is behind its loop, and rank 0 runs the script to its end on another machine, or has done so."""
+    """Return whether a worker is behind its loop, and rank 0 ends the script on another machine, or has."""
     worker, main = fleet.workers[name], fleet.workers.get(fleet.members[0]) if fleet.members else None
     if not fleet.config.elastic or worker.standing is not WorkerStatus.LEFT:
         return False
@@ -224,7 +224,7 @@ def _is_dispensable(fleet: Fleet, name: str) -> bool:
 
 
 def _is_outsider(fleet: Fleet, name: str) -> bool:
-    """Whether a worker never had a seat in a run that has done a step: so the script works, if not where it is."""
+    """Return whether a worker never had a seat in a run that has done a step: the script works elsewhere."""
     has_trained = fleet.workers[name].trained or any(name in record.ranks for record in fleet.history)
     return _has_begun(fleet) and not has_trained
 
@@ -234,7 +234,7 @@ def _has_begun(fleet: Fleet) -> bool:
 
 
 def finish_if_all_left(transition: Transition) -> None:
-    """The run is complete when no rank of the grid is left in it; spares and newcomers are dismissed."""
+    """Finish the run when no rank of the grid is left in it; spares and newcomers are dismissed."""
     fleet = transition.fleet
     # A worker that has joined and is not a newcomer has a seat.
     if fleet.is_leaving and fleet.workers.count(WorkerStatus.JOINED) == len(fleet.workers.newcomers):
@@ -307,7 +307,7 @@ def dismiss_rest(transition: Transition) -> None:
 
 
 def _waits_for_others(transition: Transition, phase: Finishing) -> bool:
-    """Whether others can go on with a script whose workers were all lost behind its loop; if not, the run ends."""
+    """Return whether others can go on with a script whose workers were all lost behind its loop."""
     fleet = transition.fleet
     if fleet.requests.finish is not None:
         return False

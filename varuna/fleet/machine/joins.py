@@ -35,7 +35,7 @@ def spawn_missing(transition: Transition) -> None:
 
 
 def note_hello(transition: Transition, name: str, hello: Hello) -> None:
-    """A worker is warm: all workers of a run must agree on their job."""
+    """Note that a worker is warm: all workers of a run must agree on their job."""
     fleet = transition.fleet
     if fleet.workers[name].standing is not WorkerStatus.STARTING:
         # a manager that has started again knows of no device

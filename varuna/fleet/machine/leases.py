@@ -231,7 +231,7 @@ def _as_known(fleet: Fleet, node: str) -> NodeContact:
 
 
 def is_gone(fleet: Fleet, worker: Worker) -> bool:
-    """Whether an agent's connection ended and a peer reports a broken link: not a cable, but a machine or an agent."""
+    """Return whether an agent's connection ended and a peer reports a broken link: so it is no cable."""
     phase = fleet.phase
     suspected = isinstance(phase, Running | Stopping) and phase.suspicion is not None
     return suspected and fleet.is_parted(worker.node)
@@ -293,7 +293,7 @@ def _report_hidden(transition: Transition) -> None:
 
 
 def _is_away(fleet: Fleet, worker: Worker) -> bool:
-    """Whether a lease has passed since there was a sign that this worker, whose machine is out of sight, lives."""
+    """Return whether a lease has passed since the last sign of a worker whose machine is out of sight."""
     return fleet.listened_s - fleet.seen_s(worker) > fleet.config.lease_s
 
 

@@ -122,7 +122,7 @@ def _answer_departures(transition: Transition) -> None:
 
 
 def _can_do_without(transition: Transition) -> bool:
-    """Whether those who stay have a plan, if need be with stragglers: a slow worker can hold what would be lost."""
+    """Return whether those who stay have a plan, if need be with stragglers, which can hold state."""
     usable = transition.fleet.available, transition.fleet.staying
     return any(_plan(look_ahead(transition, names)) is not None for names in usable)
 

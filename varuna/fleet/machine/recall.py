@@ -53,7 +53,7 @@ def still_needed(found: Sequence[MemoryCheckpoint]) -> tuple[int, ...]:
 
 
 def _counts(fleet: Fleet, held: HeldCheckpoint) -> bool:
-    """Whether its step is of this timeline: none that a rollback took back, though the same step was done again."""
+    """Return whether its step is of this timeline: none that a rollback took back, even if it was done again."""
     if held.generation < fleet.generations.began:
         return False
     since = fleet.history[held.generation + 1 - fleet.generations.began :]

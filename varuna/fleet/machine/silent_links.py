@@ -81,7 +81,7 @@ def _is_there(fleet: Fleet, *names: str) -> bool:
 
 
 def _is_needed(fleet: Fleet, node: str) -> bool:
-    """Whether a section's state is with this machine alone, as far as the newest generation that trained says."""
+    """Return whether this machine alone has a section's state, by the newest generation that trained."""
     record = next((each for each in reversed(fleet.history) if each.recovery_seconds is not None), None)
     if record is None:
         return False

@@ -105,7 +105,7 @@ class AgentLink:
         self.session.send(body)
 
     def confirm(self, number: int, now_s: float) -> None:
-        """The agent has everything up to ``number``.
+        """Note that the agent has everything up to ``number``.
 
         Raises:
             ValueError: it was never sent.

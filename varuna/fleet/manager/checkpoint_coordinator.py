@@ -162,7 +162,7 @@ class CheckpointCoordinator:
         self._keeper.make_room()
 
     def begin_training(self, steps: int) -> None:
-        """A training of the script is over after ``steps`` steps, and the next one may save elsewhere.
+        """Begin the next training, which may save elsewhere; the one before is over after ``steps`` steps.
 
         Workers that come later read the last checkpoint, so it is finished first: this waits for the store.
         """
@@ -173,7 +173,7 @@ class CheckpointCoordinator:
         self._complained_at = -2
 
     def account(self, steps: int) -> str | None:
-        """The run is over after ``steps`` steps, and ``close`` is done: what no checkpoint has, if anything."""
+        """Return what no checkpoint has of a run that is over after ``steps`` steps, after ``close``; None: nothing."""
         if self._keeper is None or self._is_rescue or max(0, self._keeper.committed_step) >= steps:
             return None
         return (
@@ -198,7 +198,7 @@ class CheckpointCoordinator:
 
 
 def is_within(place: str, allowed: str) -> bool:
-    """Whether a directory is ``allowed``, or below it, as ``location`` names both; nothing leads out of it again."""
+    """Return whether a directory is ``allowed``, or below it, as ``location`` names both, without a way out."""
     if "://" in place or "://" in allowed:
         parts, prefix = place.rstrip("/").split("/"), allowed.rstrip("/").split("/")
         return parts[: len(prefix)] == prefix and not {"..", "."} & set(parts)

@@ -102,7 +102,7 @@ class Executor(Protocol):
         ...
 
     def release(self, node: str, *, drained: bool) -> None:
-        """The run has left a machine; one that was drained may not come back."""
+        """Give back a machine that the run has left; one that was drained may not come back."""
         ...
 
     def heard_s(self) -> float | None:

@@ -142,7 +142,7 @@ def objection_to_sums(fleet: Fleet, worker: str, next_step: int, sums: HeldSums)
 
 
 def _may_contain(record: GenerationRecord, worker: str, next_step: int, sums: HeldSums) -> bool:
-    """Whether sums can be of this generation: the worker's own, and those of the rank of whose it keeps copies."""
+    """Return whether sums can be of this generation: the worker's own, or those of which it keeps copies."""
     if not record.has_seat(worker) or record.plan.micro_batch != sums.micro_batch:
         return False
     rank = record.ranks[worker]
@@ -210,7 +210,7 @@ def _was_copied(fleet: Fleet, worker: str, next_step: int, copies: tuple[int, ..
 
 
 def _was_made(fleet: Fleet, worker: str, held: HeldCheckpoint) -> bool:
-    """Whether a memory checkpoint can be of a seat that the worker had, and of the one whose copies that keeps."""
+    """Return whether a memory checkpoint can be of a seat that the worker had, or of one that it kept."""
     record = fleet.record_of(held.generation)
     if record is None or not record.has_seat(worker):
         return False
@@ -221,7 +221,7 @@ def _was_made(fleet: Fleet, worker: str, held: HeldCheckpoint) -> bool:
 
 
 def _about_shard(fleet: Fleet, worker: str, shard: SavedShard) -> Objection | None:
-    """Whether a worker can have saved this; one that is early is no lie: others' votes may still be on their way."""
+    """Return whether a worker can have saved this; it may be early: others' votes are still on their way."""
     assert fleet.job is not None
     if shard.generation < fleet.generations.began:
         return None  # of a training that is over

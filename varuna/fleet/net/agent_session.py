@@ -77,7 +77,7 @@ class AgentSession(Generic[T]):
         return True
 
     def confirm(self, number: int) -> list[T]:
-        """The other side has everything up to ``number``; returns what was waiting for that.
+        """Note that the other side has everything up to ``number``; return what was waiting for that.
 
         Raises:
             ValueError: nothing of that number was ever sent.

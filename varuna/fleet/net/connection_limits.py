@@ -170,7 +170,7 @@ def origin_of(address: str) -> str:
 
 
 def welcome(connection: HTTPConnection) -> None:
-    """A secret that came with this request was accepted: its connection is no stranger's until it is answered."""
+    """Count this request's connection as no stranger's until it is answered, since its secret was accepted."""
     if (release := connection.scope.get("state", {}).get(_WELCOME)) is not None:
         release()
 

@@ -49,7 +49,7 @@ class Audit:
         self._publish(Audited(action=action, address=address, allowed=False, why=why + more))
 
     def turned_away(self, action: str, address: str, why: str) -> None:
-        """A machine that has this run's JOIN string, or a name in it, was not let in."""
+        """Note that a machine with this run's JOIN string, or a name in it, was not let in."""
         self.refused(action, address, why)
         if why not in self._said and len(self._said) < _REASONS:
             self._said.add(why)

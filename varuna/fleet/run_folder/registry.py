@@ -105,7 +105,7 @@ class Registry:
             raise RefusedError(f"node {node} was removed ({row[1]}): join again with a new token")
 
     def revoke(self, node: str, why: str) -> bool:
-        """A machine's secret is void from now on; False if there is no such machine."""
+        """Make a machine's secret void; False if there is no such machine."""
         with self._lock, self._database:
             return self._database.execute("UPDATE nodes SET revoked = ? WHERE name = ?", (why, node)).rowcount > 0
 
@@ -117,7 +117,7 @@ class Registry:
             return self._database.execute(void, (self._clock(),)).rowcount
 
     def agree(self, job: JobIdentity) -> str | None:
-        """The first agent says what is run; for all others, the first difference to that, if any."""
+        """Keep what the first agent runs; for all others, return the first difference to that, if any."""
         with self._lock:
             row = self._database.execute("SELECT body FROM facts WHERE name = 'identity'").fetchone()
             if row is None:

@@ -134,7 +134,7 @@ class ClusterWorkers:
         return self._serving.ran_s
 
     def release(self, node: str, *, drained: bool) -> None:
-        """The run has left a machine; one that was drained may not come back with the same secret."""
+        """Give back a machine that the run has left; one that was drained needs another secret to come back."""
         reason = "drained" if drained else "the run no longer uses this machine"
         if drained:
             self._registry.revoke(node, reason)

@@ -136,7 +136,7 @@ class BackEnd(Executor, Protocol):
         ...
 
     def leave(self, ended: Ended | None) -> str:
-        """The run has ended, or goes on without this manager (None); returns a complaint, or nothing."""
+        """Let go of a run that has ended, or continues without this manager (None); return a complaint, or nothing."""
         ...
 
     def close(self) -> None:

@@ -254,7 +254,7 @@ class Fleet:
         return tuple(filter(self.is_in_touch, self.joined))
 
     def is_in_touch(self, name: str) -> bool:
-        """Whether a worker could be told of a part now: its connection and its machine's are open, and that is heard.
+        """Return whether a worker could be told of a part now: both connections are open, and its machine is heard.
 
         Who is not may well live, but would keep a generation waiting that it is to be in.
         """

@@ -31,7 +31,7 @@ class LossRate:
     """That plans are made for; settled when a generation ends."""
 
     def lost(self, now_s: float, *, burst_s: float, noticed: bool) -> "LossRate":
-        """A worker was lost; those within ``burst_s`` are one loss.
+        """Count the loss of a worker; those within ``burst_s`` are one loss.
 
         Args:
             now_s: the time.

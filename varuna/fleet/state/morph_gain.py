@@ -40,7 +40,7 @@ class MorphHistory:
     stalls_s: tuple[float, ...] = ()
 
     def changed(self, now_s: float, burst_s: float) -> "MorphHistory":
-        """A worker came or went; those that come or go within ``burst_s`` count as one change."""
+        """Count a worker that came or went; those within ``burst_s`` count as one change."""
         count = self.changes + (now_s > self.changed_s + burst_s)
         return replace(self, changes=count, changed_s=now_s)
 
@@ -49,7 +49,7 @@ class MorphHistory:
         return replace(self, stalls_s=(*self.stalls_s, stall_s)[-_STALLS_KEPT:])
 
     def corrected(self, stall_s: float) -> "MorphHistory":
-        """The newest stall was another one."""
+        """Replace the newest stall."""
         return replace(self, stalls_s=(*self.stalls_s[:-1], stall_s))
 
     def gap_s(self, now_s: float) -> float:

@@ -119,7 +119,7 @@ class Profile:
         return len(self.boundary_bytes)
 
     def streams(self, start: int, stop: int) -> bool:
-        """Whether places for streamed parameters of sections [start, stop) take less than all, so that they pass."""
+        """Return whether places for streamed parameters of sections [start, stop) take less than all of them."""
         return self.streamed_bytes.before[-1] > 0 and self._places_bytes(start, stop) < self._streamed(start, stop)
 
     def streaming_bytes(self, start: int, stop: int) -> int:
