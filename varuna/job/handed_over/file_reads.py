@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import os
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,8 @@ from varuna.partition.watching.own_code import VARUNA
 
 _CONTENT_BYTES = 2**24
 """A larger file is compared by size and time only."""
+_MOST = 256
+"""Files that are watched: each is looked at after every turn of the script."""
 _CODE = (".py", ".pyc", ".so")
 """Read when something is imported, or a line is shown."""
 _OF_THE_MACHINE = ("/proc/", "/sys/", "/dev/")
@@ -58,7 +61,7 @@ class _Version(NamedTuple):
             stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
             if before is not None and before.stamp == stamp:
                 return before
-            if found.st_size > _CONTENT_BYTES:
+            if found.st_size > _CONTENT_BYTES or not stat.S_ISREG(found.st_mode):  # to open a pipe may wait for ever
                 return cls(stamp, repr(stamp).encode())
             with open(path, "rb") as file:
                 return cls(stamp, hashlib.blake2b(file.read(), digest_size=16).digest())
@@ -101,7 +104,8 @@ class FileReads:
 
     def _note(self, path: str) -> None:
         is_data = not (path.endswith(_CODE) or path.startswith(_OF_THE_MACHINE) or is_library(path))
-        if path not in self._read and is_data and (place := self._captured_at()):
+        is_new = is_data and path not in self._read and len(self._read) < _MOST
+        if is_new and (place := self._captured_at()):
             self._read[path] = (place, _Version.of(path))
 
     def _captured_at(self) -> str:

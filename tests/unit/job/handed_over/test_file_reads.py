@@ -100,6 +100,18 @@ def test_a_file_written_anew_with_the_same_contents_is_as_it_was_and_a_missing_o
     assert reads.changed() is not None
 
 
+def test_what_forward_reads_of_a_pipe_is_not_taken_from_it(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+    both = os.open(path, os.O_RDWR)  # another end, for which opening it waits
+    try:
+        os.write(both, b"1")
+        with FileReads([]).noted():
+            assert Reading(path, opened_by_its_number)() == b"1"
+    finally:
+        os.close(both)
+
+
 def test_nothing_is_noted_after_the_block(path: Path) -> None:
     reads = FileReads([])
     with reads.noted():
