@@ -59,5 +59,5 @@ def manager(
 
     settings = how.settings(run_dir, host=host, port=port, checkpoints=checkpoints)
     again = f"start the same command with {run_dir}"
-    ended = manage(cluster_run(how, settings, advertise=advertise, workers=workers, again=again), invite)
-    raise typer.Exit(0 if ended is None else ended.exit_code)
+    run = cluster_run(how, settings, advertise=advertise, workers=workers, again=again)
+    raise typer.Exit(manage(run, invite))

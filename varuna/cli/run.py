@@ -115,8 +115,8 @@ def _manage_here(
 
     kept = run_dir or (_KEPT_HERE if how.budget is not None else None)  # what was spent must be known to the next start
     # Workers plan nothing, but need not measure either.
-    is_planned = how.given is not None and how.calibration is not None
-    environment = {"VARUNA_CALIBRATION": str(how.calibration.absolute())} if is_planned and how.calibration else {}
+    file = None if how.given is None else how.calibration
+    environment = {} if file is None else {"VARUNA_CALIBRATION": str(file.absolute())}
     launch = LocalLaunch(script, args, environment=environment, is_kept=kept is not None)
     folder = kept or Path(tempfile.mkdtemp(prefix="varuna-run-"))
     is_over = True
@@ -131,10 +131,9 @@ def _manage_here(
             tells_folder=True,
         )
         is_over = False
-        ended = manage(managed)
-        assert ended is not None  # nobody tells this manager to leave
-        is_over = ended.exit_code == 0
+        exit_code = manage(managed)
+        is_over = exit_code == 0
     finally:
         if is_over and kept is None:
             shutil.rmtree(folder, ignore_errors=True)
-    return ended.exit_code
+    return exit_code

@@ -91,8 +91,7 @@ def manage_on_engine(run: EngineRun) -> int:
         workers=max(1, sum(part.growth.least for part in parts)) * (run.workers or 1),
         again="start the same command again",
     )
-    ended = manage(managed, attach)
-    return 0 if ended is None else ended.exit_code
+    return manage(managed, attach)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from varuna.fleet.service.cluster_workers import ClusterWorkers
     from varuna.fleet.service.service import Launch, ManagerService, ServiceConfig
     from varuna.fleet.state.config import FleetConfig
-    from varuna.fleet.state.phases import Ended
 
 _EXPECTED_WORKERS = 8
 """Micro-batches, which keep their size, are small enough for so many workers, however few begin."""
@@ -78,10 +77,8 @@ def cluster_run(
     )
 
 
-def manage(
-    run: ManagedRun[B], attach: "Callable[[ManagerService[B]], Growers | None]" = lambda service: None
-) -> "Ended | None":
-    """Manage to the end, and tell it; None: the run continues without this manager.
+def manage(run: ManagedRun[B], attach: "Callable[[ManagerService[B]], Growers | None]" = lambda service: None) -> int:
+    """Manage to the end, and tell it; return the exit code, 0 if the run continues without this manager.
 
     Args:
         run: what.
@@ -138,7 +135,7 @@ def manage(
             say(ended.text)
         if ended is not None:
             export_cut_short(service, ended)
-    return ended
+    return 0 if ended is None else ended.exit_code
 
 
 def _give_back(growers: "Growers") -> None:

@@ -59,7 +59,7 @@ class RunOptions:
             "--on-demand-price",
             min=0,
             metavar="DOLLARS",
-            help="What a worker that nobody takes back would cost per hour, for comparison.",
+            help="What an on-demand worker would cost per hour, for comparison.",
         ),
     ] = None
     max_cost: Annotated[
