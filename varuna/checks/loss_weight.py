@@ -120,7 +120,7 @@ class _Weighing:
 
     @property
     def positions(self) -> list[int]:
-        """Of all samples."""
+        """Positions of all samples."""
         return [*self.singles]
 
     @cached_property

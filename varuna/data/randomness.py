@@ -39,7 +39,7 @@ class Draws:
 
     @property
     def were_made(self) -> bool:
-        """Whether any were drawn from Python's, NumPy's or torch's generator."""
+        """True if numbers were drawn from Python's, NumPy's or torch's generator."""
         return _states() != self._before
 
 

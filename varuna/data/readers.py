@@ -112,7 +112,7 @@ class InThread:
 
     @property
     def has_idle(self) -> bool:
-        """Whether nothing waits to be fetched."""
+        """True if nothing waits to be fetched."""
         return self._asked is None
 
     def submit(self, ask: SampleRequest) -> None:
@@ -173,7 +173,7 @@ class Readers:
 
     @property
     def has_idle(self) -> bool:
-        """Whether one of them reads nothing."""
+        """True if one of them reads nothing."""
         return bool(self._idle)
 
     def submit(self, ask: SampleRequest) -> None:

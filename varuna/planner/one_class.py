@@ -44,7 +44,7 @@ def rank_class(request: PlanRequest, effort: Effort = EFFORT) -> Ranking:
         if ranking.plans:
             break
     if not request.are_unequal:
-        return _nobody_idle(ranking, request)
+        return _with_all_seated(ranking, request)
     dealt = [with_speeds(plan, request) for plan in ranking.plans[:_WEIGHED]]
     return replace(ranking.of(_best_first(request, dealt)), outpaced=())  # bounds are for equal workers
 
@@ -54,8 +54,8 @@ def equal_pipelines(request: PlanRequest, stages: int, replicas: int, micro_batc
     return rank_class(request.of_shape(stages, replicas, micro_batch)).best_of(replicas)
 
 
-def _nobody_idle(ranking: Ranking, request: PlanRequest) -> Ranking:
-    """The ranking with a plan more, in which all workers have a seat, if that makes steps clearly shorter.
+def _with_all_seated(ranking: Ranking, request: PlanRequest) -> Ranking:
+    """Add a plan to the ranking in which all workers have a seat, if that makes steps clearly shorter.
 
     Pipelines of two depths are looked at for as many pipelines as the best plans have: what is best for 48 of 51
     workers is a good beginning for all of them. Some get one stage more, until every worker has a seat.

@@ -62,7 +62,7 @@ def test_copies_stay_in_a_region_that_has_several_machines() -> None:
     plan = make_plan(JOB, 6, None, stages=2).model_copy(update={"copies": Copies.SUMS})
     assert copy_holders(plan, list("abcdef"), list("xxxxyy")) == (2, 3, 0, 1, 5, 4)
     assert copy_holders(plan, list("abcdef"), list("xxxxxx")) == (2, 3, 4, 5, 0, 1)
-    assert copy_holders(plan, list("abcdee"), list("xxxxyy")) == (2, 3, 4, 5, 0, 1), "one machine alone has nobody near"
+    assert copy_holders(plan, list("abcdee"), list("xxxxyy")) == (2, 3, 4, 5, 0, 1), "alone in its region"
 
 
 def test_state_comes_from_the_own_region_if_it_is_there() -> None:

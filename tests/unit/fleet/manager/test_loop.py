@@ -205,7 +205,7 @@ def test_a_promise_is_in_the_journal_before_it_is_made(play: Play) -> None:
     [(kept, events)] = asked
     assert kept
     assert Asked(what="stop", reason="enough") in events
-    assert not play.mailbox.post_request(FinishRequested("again"), bound_s=0.01)  # nobody manages any more
+    assert not play.mailbox.post_request(FinishRequested("again"), bound_s=0.01)  # the manager has ended
 
 
 def test_a_loss_that_is_no_number_is_said_when_it_begins(play: Play) -> None:
